@@ -1,0 +1,40 @@
+"""streamllm: an LLM server for many users at once, and the same engine offline.
+
+Public names load lazily (PEP 562), so that ``import streamllm`` costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "LLM": "streamllm.llm",
+    "AsyncEngine": "streamllm.engine.async_engine",
+    "SamplingParams": "streamllm.sampling_params",
+    "RequestOutput": "streamllm.outputs",
+    "CompletionOutput": "streamllm.outputs",
+}
+
+__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from streamllm.engine.async_engine import AsyncEngine
+    from streamllm.llm import LLM
+    from streamllm.outputs import CompletionOutput, RequestOutput
+    from streamllm.sampling_params import SamplingParams
+
+
+def __getattr__(name: str) -> object:
+    module = _PUBLIC.get(name)
+    if module is None:
+        raise AttributeError(f"module 'streamllm' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,66 @@
+"""``streamllm``: the command line. Heavy imports happen inside the commands, so that help is instant."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import NoReturn
+
+from streamllm import __version__
+from streamllm.cli import serve
+from streamllm.errors import ConfigError, StreamLLMError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The parser of the whole command, and that of ``serve``."""
+    parser = _Parser(
+        prog="streamllm",
+        description="Serve large language models to many users at once.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"streamllm {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    serve_parser = commands.add_parser(
+        "serve",
+        help="serve a model over an OpenAI-compatible HTTP API",
+        description="Serve a model over an OpenAI-compatible HTTP API. With no model named, "
+        "SmolLM2-135M-Instruct is fetched once and served.",
+        allow_abbrev=False,
+    )
+    serve.add_arguments(serve_parser)
+    return parser, serve_parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns:
+        0; 1 for a model or a server that could not run; 2 for a command line that could not be understood.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser, serve_parser = build_parser()
+    try:
+        if arguments[:1] == ["serve"]:
+            options = serve_parser.parse_args(serve.prepare(arguments[1:], serve_parser))
+            return serve.run(options)
+        options = parser.parse_args(arguments)
+        if options.command is None:
+            parser.print_help()
+        return 0
+    except ConfigError as error:
+        print(f"streamllm: error: {error}", file=sys.stderr)
+        return 2
+    except StreamLLMError as error:
+        print(f"streamllm: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

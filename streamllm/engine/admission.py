@@ -1,0 +1,85 @@
+"""What a request must satisfy before it is queued. Everything that is wrong is said here, at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from streamllm.errors import InvalidRequestError
+from streamllm.sampling_params import SamplingParams
+from streamllm.text.tokenizer import Tokenizer
+
+
+class Admission:
+    """Checks prompts and parameters against the model.
+
+    Args:
+        tokenizer: knows the vocabulary.
+        max_model_len: longest sequence, prompt and output together, in tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._longest_token = max(
+            (len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size) if tokenizer.contains(i)),
+            default=1,
+        )
+
+    def check_text(self, text: str) -> None:
+        """Refuse a text that is too long before it is tokenised: no token spans more than so many bytes."""
+        at_least = -(-len(text) // self._longest_token)
+        if at_least >= self._max_model_len:
+            raise self._too_long(f"at least {at_least}")
+
+    def check_token_ids(self, token_ids: Any) -> list[int]:
+        """Prompt ids as a list of known ids that leaves room for one more token.
+
+        Raises:
+            InvalidRequestError: with ``param="prompt"``; too long ones with OpenAI's code
+                ``context_length_exceeded``.
+        """
+        if not isinstance(token_ids, (list, tuple)):
+            raise InvalidRequestError("prompt must be a text or a list of token ids.", param="prompt")
+        if not token_ids:
+            raise InvalidRequestError("prompt is empty: it holds no token.", param="prompt")
+        if len(token_ids) >= self._max_model_len:
+            raise self._too_long(str(len(token_ids)))
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise InvalidRequestError(
+                    f"prompt must hold integer token ids, got {_json_name(token_id)}.", param="prompt"
+                )
+            if not self._tokenizer.contains(token_id):
+                raise InvalidRequestError(
+                    f"prompt holds the token id {str(token_id)[:40]}, which is not in the vocabulary "
+                    f"(0 to {self._tokenizer.vocab_size - 1}).",
+                    param="prompt",
+                )
+        return list(token_ids)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """What SamplingParams cannot know by itself: ids inside the vocabulary."""
+        for token_id in params.stop_token_ids or ():
+            if not self._tokenizer.contains(token_id):
+                raise InvalidRequestError(
+                    f"stop_token_ids holds {token_id}, which is not in the vocabulary "
+                    f"(0 to {self._tokenizer.vocab_size - 1}).",
+                    param="stop_token_ids",
+                )
+
+    def _too_long(self, num_tokens: str) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"This model's maximum context length is {self._max_model_len} tokens and the prompt has "
+            f"{num_tokens}; it must leave room for at least one token of output. Shorten the prompt.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+
+def _json_name(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    names = {float: "a float", str: "a string", list: "a list", dict: "an object"}
+    return names.get(type(value), type(value).__name__)

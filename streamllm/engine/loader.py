@@ -1,0 +1,107 @@
+"""From a configuration to an engine: find the model, size the KV pool, load the weights."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+
+from streamllm.config import EngineConfig
+from streamllm.engine.async_engine import AsyncEngine
+from streamllm.engine.memory import available_memory, gib, longest_sequence, num_kv_blocks
+from streamllm.models.checkpoint import Checkpoint, open_checkpoint
+from streamllm.models.model_config import ModelConfig
+from streamllm.runner.executor import Executor
+from streamllm.runner.model_runner import ModelRunner
+from streamllm.sources import resolve
+from streamllm.sources.model_files import ModelFiles
+from streamllm.text.chat_template import ChatTemplate
+from streamllm.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("streamllm.engine")
+
+
+def load_engine(config: EngineConfig) -> AsyncEngine:
+    """See :meth:`AsyncEngine.from_config`."""
+    available = available_memory()
+    threads = _threads(config)
+    files = resolve(config.model, revision=config.revision)
+    model_config = ModelConfig.from_files(files)
+    checkpoint = open_checkpoint(files, model_config)
+    tokenizer = _load_tokenizer(files)
+
+    bytes_per_block = ModelRunner.kv_bytes_per_block(
+        model_config, config.block_size, config.resolved_kv_cache_dtype
+    )
+    num_blocks = num_kv_blocks(
+        config,
+        bytes_per_block=bytes_per_block,
+        weight_bytes=_float32_bytes(checkpoint),
+        available=available,
+    )
+    max_model_len = longest_sequence(
+        config, model_limit=model_config.max_position_embeddings, num_blocks=num_blocks
+    )
+    runner = ModelRunner(
+        model_config,
+        checkpoint,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        kv_cache_dtype=config.resolved_kv_cache_dtype,
+        max_model_len=max_model_len,
+        threads=threads,
+        backend="torch" if config.backend == "torch" else "cpu",
+        sampled_vocab_size=min(tokenizer.vocab_size, model_config.vocab_size),
+        progress=sys.stderr.isatty(),
+    )
+    logger.info(
+        "%s: weights %s, KV pool %s = %d blocks of %d tokens (%d tokens), sequences up to %d tokens, "
+        "%d threads",
+        files.served_name, gib(runner.weight_bytes), gib(num_blocks * bytes_per_block), num_blocks,
+        config.block_size, num_blocks * config.block_size, max_model_len, threads,
+    )  # fmt: skip
+    if config.max_model_len is None and max_model_len < model_config.max_position_embeddings:
+        logger.warning(
+            "the KV pool holds sequences of %d tokens, the model would allow %d; raise "
+            "--kv-cache-memory-bytes for longer ones",
+            max_model_len, model_config.max_position_embeddings,
+        )  # fmt: skip
+    return AsyncEngine(
+        config=config,
+        model_name=files.served_name,
+        model_config=model_config,
+        tokenizer=tokenizer,
+        chat_template=_load_chat_template(tokenizer),
+        executor=Executor(runner),
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        default_sampling=dict(model_config.default_sampling) if config.generation_config == "auto" else {},
+    )
+
+
+def _threads(config: EngineConfig) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if config.threads is None:
+        return cores
+    if config.threads > cores:
+        logger.warning("--threads %d is more than the %d cores at hand", config.threads, cores)
+    return config.threads
+
+
+def _load_tokenizer(files: ModelFiles) -> Tokenizer:
+    if files.kind == "gguf":
+        return Tokenizer.from_gguf(files.path)
+    return Tokenizer.from_folder(files.path)
+
+
+def _load_chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
+    if tokenizer.chat_template is None:
+        return None
+    return ChatTemplate(tokenizer.chat_template, tokenizer.special_token_strings)
+
+
+def _float32_bytes(checkpoint: Checkpoint) -> int:
+    return sum(4 * math.prod(checkpoint.shape(name)) for name in checkpoint.names())

@@ -1,0 +1,101 @@
+"""How large the KV pool is, and how long a sequence may be in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from streamllm.config import EngineConfig
+from streamllm.errors import ConfigError, ModelLoadError
+
+DEFAULT_POOL_BYTES = 2 * 2**30
+
+
+def available_memory() -> int:
+    """Bytes that this process can still take: free system memory, capped by its control group's limit."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    group = Path("/sys/fs/cgroup")
+    for limit_file, usage_file in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit = int((group / limit_file).read_text())
+            usage = int((group / usage_file).read_text())
+        except (OSError, ValueError):
+            continue
+        available = min(available, max(limit - usage, 0))
+    return available
+
+
+def num_kv_blocks(config: EngineConfig, *, bytes_per_block: int, weight_bytes: int, available: int) -> int:
+    """Blocks in the KV pool, from the first of these that is set: ``num_gpu_blocks_override``,
+    ``kv_cache_memory_bytes``, ``gpu_memory_utilization`` (of ``available``, weights included), the default.
+
+    Args:
+        bytes_per_block: K and V of all layers for one block.
+        weight_bytes: what the weights will take.
+        available: bytes available before the weights are loaded.
+
+    Raises:
+        ConfigError: a flag asks for a pool of no blocks.
+        ModelLoadError: the weights leave no memory.
+    """
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
+    if config.kv_cache_memory_bytes is not None:
+        size, flag = config.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
+    elif config.gpu_memory_utilization is not None:
+        size = int(config.gpu_memory_utilization * available) - weight_bytes
+        flag = "--gpu-memory-utilization"
+    else:
+        size, flag = min(DEFAULT_POOL_BYTES, (available - weight_bytes) // 2), None
+    if size >= bytes_per_block:
+        return size // bytes_per_block
+    if flag is None:
+        raise ModelLoadError(
+            f"The weights need {gib(weight_bytes)} and {gib(available)} are available: nothing is left for "
+            "the KV cache. Free memory or take a smaller model."
+        )
+    raise ConfigError(
+        f"{flag} leaves {gib(max(size, 0))} for the KV cache; one block needs {gib(bytes_per_block)}. "
+        "Raise it."
+    )
+
+
+def longest_sequence(config: EngineConfig, *, model_limit: int, num_blocks: int) -> int:
+    """The longest sequence that is served, in tokens.
+
+    Raises:
+        ConfigError: ``--max-model-len`` is more than the model or the pool can hold; the message says what
+            would fit.
+    """
+    pool_tokens = num_blocks * config.block_size
+    if config.max_model_len is None:
+        return min(model_limit, pool_tokens)
+    if config.max_model_len > model_limit:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is more than the model's context of {model_limit} "
+            "tokens."
+        )
+    if config.max_model_len > pool_tokens:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} does not fit: the KV pool holds {pool_tokens} tokens "
+            f"({num_blocks} blocks of {config.block_size}). Use --max-model-len {pool_tokens} or less, or a "
+            "larger pool (--kv-cache-memory-bytes)."
+        )
+    return config.max_model_len
+
+
+def gib(num_bytes: int) -> str:
+    """A size for people: ``1.50 GiB``, ``12.0 MiB``, ``640 B``."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.{2 if unit == 'GiB' else 1}f} {unit}"
+    return f"{num_bytes} B"

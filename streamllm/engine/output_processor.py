@@ -1,0 +1,198 @@
+"""From token ids to text deltas: detokenise, look for stop strings, push to the requests' streams."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from streamllm.engine.request import Request, Sequence, SequenceUpdate
+from streamllm.engine.stats import Counters, RequestRecord
+from streamllm.outputs import CompletionOutput, Logprob
+from streamllm.runner.messages import TokenLogprobs
+from streamllm.sampling_params import SamplingParams
+from streamllm.text.detokenizer import IncrementalDetokenizer
+from streamllm.text.stop import StopStrings
+from streamllm.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("streamllm.engine")
+
+
+class SequenceText:
+    """The text side of one sequence: its detokeniser and its stop strings."""
+
+    __slots__ = ("_detokenizer", "_stops", "cumulative_logprob", "num_tokens")
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self.num_tokens = 0
+        self.cumulative_logprob = 0.0
+        self._detokenizer = None
+        self._stops = None
+        if params.detokenize:
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+            if params.stop:
+                self._stops = StopStrings(params.stop, include_in_output=params.include_stop_str_in_output)
+
+    def push(self, token_id: int, *, stops_armed: bool) -> tuple[str, str | None]:
+        """One more token: (text that may be shown, the stop string that it completed)."""
+        self.num_tokens += 1
+        if self._detokenizer is None:
+            return "", None
+        text = self._detokenizer.push(token_id)
+        if self._stops is None:
+            return text, None
+        return self._stops.push(text, armed=stops_armed)
+
+    def finish(self) -> tuple[str, str | None]:
+        """What was still held back, at the end of generation; it may yet hold a stop string."""
+        if self._detokenizer is None:
+            return "", None
+        text = self._detokenizer.finish()
+        if self._stops is None:
+            return text, None
+        emitted, stop = self._stops.push(text) if text else ("", None)
+        return (emitted, stop) if stop is not None else (emitted + self._stops.finish(), None)
+
+
+class OutputProcessor:
+    """Turns a step's updates into deltas on the requests' streams.
+
+    Args:
+        tokenizer: turns ids into text.
+        finish: the scheduler's ``finish(sequence, reason, stop_reason)``, for endings found in the text.
+        on_finished: called with the record of each request that has ended.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        finish: Callable[[Sequence, str, str | int | None], None],
+        on_finished: Callable[[RequestRecord], None],
+    ) -> None:
+        self.counters = Counters()
+        self._tokenizer = tokenizer
+        self._finish = finish
+        self._on_finished = on_finished
+
+    def process(self, updates: list[SequenceUpdate]) -> None:
+        """Deliver a step's updates. A sequence aborted since then gets nothing more."""
+        now = time.monotonic()
+        for update in updates:
+            if update.sequence.finish_reason == "abort":
+                continue
+            try:
+                if update.error is None:
+                    self._deliver(update, now)
+                else:
+                    self._fail(update.sequence.request, update.error, now)
+            except Exception as error:
+                # One request's text must not end the others.
+                logger.exception("delivering to request %s failed", update.sequence.request.request_id)
+                self._fail(update.sequence.request, f"delivering its output failed: {error}", now)
+
+    def abort(self, sequence: Sequence) -> None:
+        """Tell the reader that a sequence was aborted (the scheduler has already let it go)."""
+        sequence.request.stream.push(CompletionOutput(index=sequence.choice_index, finish_reason="abort"))
+        self._request_finished(sequence.request, "abort", time.monotonic())
+
+    # -- inside --------------------------------------------------------------------------------------------
+
+    def _deliver(self, update: SequenceUpdate, now: float) -> None:
+        sequence, request = update.sequence, update.sequence.request
+        self._note_times(request, now)
+        delta = CompletionOutput(
+            index=sequence.choice_index, finish_reason=update.finish_reason, stop_reason=update.stop_reason
+        )
+        pieces = []
+        stop = None
+        for position, token_id in enumerate(update.token_ids):
+            # The token that ends a sequence by id (EOS, a stop token) is not text, unless asked for.
+            silent = self._ends_by_id(update, position)
+            if silent:
+                sequence.text.num_tokens += 1
+            else:
+                text, stop = sequence.text.push(token_id, stops_armed=self._stops_armed(sequence))
+                pieces.append(text)
+            delta.token_ids.append(token_id)
+            if update.logprobs is not None:
+                self._add_logprobs(delta, sequence, token_id, update.logprobs[position])
+            if stop is not None:
+                break
+        self.counters.generation_tokens += len(delta.token_ids)
+        if stop is None and update.finish_reason is not None:
+            text, stop = sequence.text.finish()
+            pieces.append(text)
+        if stop is not None:
+            delta.finish_reason, delta.stop_reason = "stop", stop
+            self._finish(sequence, "stop", stop)
+        delta.text = "".join(pieces)
+        if update.logprobs is not None:
+            delta.cumulative_logprob = sequence.text.cumulative_logprob
+        request.stream.push(delta)
+        if delta.finish_reason is not None:
+            self._request_finished(request, delta.finish_reason, now)
+
+    def _note_times(self, request: Request, now: float) -> None:
+        metrics = request.metrics
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+            self.counters.prompt_tokens += len(request.prompt_token_ids)
+        metrics.last_token_time = now
+
+    @staticmethod
+    def _stops_armed(sequence: Sequence) -> bool:
+        return sequence.text.num_tokens + 1 >= sequence.request.params.min_tokens
+
+    @staticmethod
+    def _ends_by_id(update: SequenceUpdate, position: int) -> bool:
+        """Whether the token at ``position`` ended the sequence as EOS or as a stop token."""
+        params = update.sequence.request.params
+        return (
+            update.finish_reason == "stop"
+            and position == len(update.token_ids) - 1
+            and not (params.include_stop_str_in_output and update.stop_reason is not None)
+        )
+
+    def _add_logprobs(
+        self, delta: CompletionOutput, sequence: Sequence, token_id: int, logprobs: TokenLogprobs
+    ) -> None:
+        sequence.text.cumulative_logprob += logprobs.logprob
+        text_of = self._tokenizer.token_text
+        entry = {token_id: Logprob(logprobs.logprob, logprobs.rank, text_of(token_id))}
+        for rank, (other, logprob) in enumerate(
+            zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), start=1
+        ):
+            entry.setdefault(other, Logprob(logprob, rank, text_of(other)))
+        delta.logprobs = [*(delta.logprobs or []), entry]
+
+    def _fail(self, request: Request, error: str, now: float) -> None:
+        for sequence in request.sequences:
+            self._finish(sequence, "error", None)
+        request.stream.fail(error)
+        self._request_finished(request, "error", now)
+
+    def _request_finished(self, request: Request, reason: str, now: float) -> None:
+        """Count a request once, when its last choice has ended."""
+        metrics = request.metrics
+        if metrics.finished_time is not None or not request.stream.finished:
+            return
+        metrics.finished_time = now
+        self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
+        self._on_finished(
+            RequestRecord(
+                request_id=request.request_id,
+                arrival_time=metrics.arrival_time,
+                first_scheduled_time=metrics.first_scheduled_time,
+                first_token_time=metrics.first_token_time,
+                last_token_time=metrics.last_token_time,
+                finished_time=now,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                num_generation_tokens=sum(s.text.num_tokens for s in request.sequences),
+                num_preemptions=metrics.num_preemptions,
+                finish_reason=reason,
+            )
+        )

@@ -1,0 +1,136 @@
+"""A request's stream: what the engine has produced and its reader has not yet taken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from streamllm.errors import RequestFailedError, StreamLLMError
+from streamllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from streamllm.sampling_params import RequestOutputKind
+
+
+class RequestStream:
+    """Async iterator over a request's :class:`RequestOutput`.
+
+    What arrives while the reader is busy is merged, so a slow reader costs no queue: at most one pending
+    output exists. With ``DELTA`` each output holds the news, with ``CUMULATIVE`` everything so far, with
+    ``FINAL_ONLY`` there is one, at the end.
+
+    Raises (from iteration):
+        RequestFailedError: the request failed after admission.
+        EngineDeadError: the engine died.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        *,
+        num_choices: int,
+        output_kind: RequestOutputKind,
+        metrics: RequestMetrics,
+        abort: Callable[[], None],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self._kind = output_kind
+        self._metrics = metrics
+        self._abort = abort
+        self._unfinished = num_choices
+        self._choices: dict[int, CompletionOutput] = {}
+        self._has_news = False
+        self._exhausted = False
+        self._error: StreamLLMError | None = None
+        self._ready = asyncio.Event()
+
+    # -- the reader's side ---------------------------------------------------------------------------------
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._exhausted:
+            raise StopAsyncIteration
+        await self._ready.wait()
+        if self._has_news:
+            return self._take()
+        self._exhausted = True
+        assert self._error is not None
+        raise self._error
+
+    def abort(self) -> None:
+        """Give up the request: its blocks are free by the next step. Harmless when it has ended."""
+        self._abort()
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will be pushed: every choice has ended, or the request has failed."""
+        return self._unfinished == 0 or self._error is not None
+
+    # -- the engine's side ---------------------------------------------------------------------------------
+
+    def push(self, delta: CompletionOutput) -> None:
+        """Merge a choice's news into what the reader will take next."""
+        known = self._choices.get(delta.index)
+        if known is None:
+            self._choices[delta.index] = delta
+        else:
+            _merge(known, delta)
+        if delta.finish_reason is not None:
+            self._unfinished -= 1
+        self._has_news = True
+        if self._kind is not RequestOutputKind.FINAL_ONLY or self._unfinished == 0:
+            self._ready.set()
+
+    def fail(self, error: StreamLLMError | str) -> None:
+        """End the stream with an error; what was produced before it is still delivered."""
+        if self._error is None and self._unfinished:
+            self._error = RequestFailedError(error) if isinstance(error, str) else error
+            if self._kind is RequestOutputKind.FINAL_ONLY:
+                self._has_news = False
+            self._ready.set()
+
+    def _take(self) -> RequestOutput:
+        choices = sorted(self._choices.values(), key=lambda choice: choice.index)
+        if self._kind is RequestOutputKind.CUMULATIVE:
+            choices = [_snapshot(choice) for choice in choices]
+        else:
+            self._choices = {}
+        self._has_news = False
+        finished = self._unfinished == 0
+        self._exhausted = finished
+        if not finished and self._error is None:
+            self._ready.clear()
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=choices,
+            finished=finished,
+            metrics=self._metrics,
+        )
+
+
+def _merge(known: CompletionOutput, delta: CompletionOutput) -> None:
+    known.text += delta.text
+    known.token_ids.extend(delta.token_ids)
+    known.cumulative_logprob = delta.cumulative_logprob
+    if delta.logprobs is not None:
+        known.logprobs = [*(known.logprobs or []), *delta.logprobs]
+    known.finish_reason = delta.finish_reason
+    known.stop_reason = delta.stop_reason
+
+
+def _snapshot(choice: CompletionOutput) -> CompletionOutput:
+    return CompletionOutput(
+        index=choice.index,
+        text=choice.text,
+        token_ids=list(choice.token_ids),
+        cumulative_logprob=choice.cumulative_logprob,
+        logprobs=None if choice.logprobs is None else list(choice.logprobs),
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+    )

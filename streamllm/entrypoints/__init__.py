@@ -1,0 +1,1 @@
+"""vLLM's module paths, so that its command lines move over by changing one word."""

@@ -1,0 +1,47 @@
+"""The errors that streamllm raises on purpose.
+
+Everything a user can cause has a class here, so that each API (HTTP, Python, command line) can report it in
+its own form. Anything else that escapes is a bug.
+"""
+
+from __future__ import annotations
+
+
+class StreamLLMError(Exception):
+    """Base of every error that streamllm raises on purpose. Its text is one line that a user can act on."""
+
+
+class InvalidRequestError(StreamLLMError, ValueError):
+    """A request that can never be served as written.
+
+    Over HTTP it becomes a 400 in OpenAI's shape (or ``status``); offline it is a ``ValueError``.
+
+    Args:
+        message: one sentence that names the field, what is wrong and what is allowed.
+        param: the field's name as the client wrote it (``"temperature"``, ``"messages[1].content"``).
+        code: OpenAI's machine-readable code where it has one (``"context_length_exceeded"``).
+        status: the HTTP status.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400):
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.status = status
+
+
+class ConfigError(StreamLLMError):
+    """A flag or keyword argument that cannot be honoured. The command line prints it and exits with 2."""
+
+
+class ModelLoadError(StreamLLMError):
+    """A model that cannot be found, fetched, read or run. The command line prints it and exits with 1."""
+
+
+class EngineDeadError(StreamLLMError):
+    """The engine has stopped and serves no more requests (HTTP 503)."""
+
+
+class RequestFailedError(StreamLLMError):
+    """One request failed after admission, by no fault of its client (HTTP 500, or an error event)."""

@@ -1,0 +1,86 @@
+"""What a request returns: vLLM's names and meanings (``vllm.RequestOutput``, ``vllm.CompletionOutput``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+class Logprob(NamedTuple):
+    """One candidate token at one position.
+
+    Attributes:
+        logprob: natural logarithm of the raw (unpenalised, temperature 1) probability.
+        rank: 1 for the likeliest token; ``None`` where it was not computed.
+        decoded_token: the token's text where it is whole UTF-8, else with U+FFFD in place of partial bytes.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When a request passed each stage, in seconds of ``time.monotonic()`` (``None``: not reached)."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice of a request. In a stream, ``text``, ``token_ids`` and ``logprobs`` hold what is new since
+    the last delta; offline and at the end they hold everything.
+
+    Attributes:
+        index: the choice's number, 0 to ``n - 1``.
+        text: generated text, without the stop string unless it was asked for.
+        token_ids: generated ids, EOS or stop token included.
+        cumulative_logprob: sum of the sampled tokens' logprobs so far, if logprobs were asked for.
+        logprobs: per generated token, candidate id -> :class:`Logprob`; the sampled token comes first.
+        finish_reason: ``None`` while running, else ``"stop"``, ``"length"``, ``"abort"`` or ``"error"``.
+        stop_reason: the stop string or stop token id that ended it; ``None`` for EOS and every other reason.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of one request, or one delta of its stream.
+
+    Attributes:
+        request_id: unique in the engine.
+        prompt: the prompt's text, ``None`` if it came as ids.
+        prompt_token_ids: the ids that the model read.
+        outputs: one entry a choice; a delta holds only choices with news.
+        finished: whether every choice has finished.
+        metrics: time stamps of the request.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    lora_request: None = None

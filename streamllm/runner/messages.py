@@ -1,0 +1,132 @@
+"""The messages between scheduler and model runner, one pair a step.
+
+They are incremental: a sequence travels in full once, when it enters (or re-enters) the batch; after that
+each step carries its slot, its new tokens and its new blocks. That keeps a step cheap at hundreds of
+sequences, and it is the message that workers of a tensor-parallel group will receive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from streamllm.sampling_params import SamplingParams
+
+
+class RowPurpose(Enum):
+    """Why a row's hidden state is wanted after the forward."""
+
+    SAMPLE = "sample"
+
+
+@dataclass(slots=True)
+class NewSequence:
+    """A sequence that enters the batch, with everything that the runner keeps of it.
+
+    Attributes:
+        slot: its place in the runner's state, free until now.
+        sequence_id: unique in the engine; names it in output rows.
+        token_ids: all tokens known so far (prompt, and output after a preemption).
+        num_computed_tokens: leading tokens whose K and V are already in the cache.
+        block_ids: physical blocks, in logical order.
+        params: sampling parameters of its request.
+        seed: 64-bit seed of its random numbers.
+        choice_index: which choice of its request it is; part of the random counter.
+        num_prompt_tokens: where output begins; random counters start there.
+    """
+
+    slot: int
+    sequence_id: int
+    token_ids: list[int]
+    num_computed_tokens: int
+    block_ids: list[int]
+    params: SamplingParams
+    seed: int
+    choice_index: int
+    num_prompt_tokens: int
+
+
+@dataclass(slots=True)
+class ScheduledRow:
+    """One sequence's share of a step.
+
+    Attributes:
+        slot: its place in the runner's state.
+        num_computed_tokens: where the chunk begins.
+        num_tokens: length of the chunk: K and V of positions ``[num_computed_tokens, +num_tokens)`` are
+            computed in this step.
+        new_token_ids: tokens appended since the runner last heard of the sequence.
+        new_block_ids: blocks appended since then.
+    """
+
+    slot: int
+    num_computed_tokens: int
+    num_tokens: int
+    new_token_ids: list[int]
+    new_block_ids: list[int]
+
+
+@dataclass(slots=True)
+class OutputRow:
+    """A row of the step whose logits are wanted: the last token of ``rows[row]``'s chunk."""
+
+    row: int
+    sequence_id: int
+    purpose: RowPurpose = RowPurpose.SAMPLE
+
+
+@dataclass(slots=True)
+class ScheduledBatch:
+    """One step's work.
+
+    Attributes:
+        step: number of the step, counting from 0.
+        new_sequences: sequences that enter; each also has a row.
+        rows: one entry a scheduled sequence, in the order of their tokens in the flat batch.
+        output_rows: rows that produce an output. A chunk that ends before the sequence's last known token
+            has none.
+        finished_slots: slots given back since the last step.
+        block_copies: (source, destination) blocks to copy before the forward.
+    """
+
+    step: int
+    new_sequences: list[NewSequence] = field(default_factory=list)
+    rows: list[ScheduledRow] = field(default_factory=list)
+    output_rows: list[OutputRow] = field(default_factory=list)
+    finished_slots: list[int] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Raw logprobs of one sampled token: its own, and the likeliest ones in falling order.
+
+    Attributes:
+        logprob: of the sampled token.
+        rank: of the sampled token, 1 for the likeliest.
+        top_ids, top_logprobs: the k likeliest tokens, ties by lower id.
+    """
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What a step gave, aligned with ``ScheduledBatch.output_rows``.
+
+    Attributes:
+        token_ids: per output row the ids it produced: one for a decode (more under speculation).
+        logprobs: per output row ``None``, or one entry a token in ``token_ids``.
+        errors: per output row ``None``, or why it produced no token (its logits were not finite).
+    """
+
+    token_ids: list[list[int]]
+    logprobs: list[list[TokenLogprobs] | None]
+    errors: list[str | None]

@@ -1,0 +1,35 @@
+"""A real AsyncEngine over the fake model: everything but the arithmetic is the real thing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from helpers.byte_tokenizer import ByteTokenizer
+from helpers.fake_model import FakeExecutor, FakeRunner
+
+from streamllm.config import EngineConfig
+from streamllm.engine.async_engine import AsyncEngine
+from streamllm.text.chat_template import ChatTemplate
+
+
+def make_engine(
+    *,
+    num_blocks: int = 64,
+    max_model_len: int = 256,
+    max_num_seqs: int = 8,
+    budget: int = 64,
+    step_seconds: float = 0.0,
+) -> AsyncEngine:
+    tokenizer = ByteTokenizer()
+    runner = FakeRunner(block_size=16, max_num_batched_tokens=budget)
+    return AsyncEngine(
+        config=EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
+        model_name="fake-model",
+        model_config=SimpleNamespace(eos_token_ids=(), vocab_size=257),
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate(tokenizer.chat_template, {}),
+        executor=FakeExecutor(runner, step_seconds),
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        default_sampling={},
+    )
