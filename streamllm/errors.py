@@ -30,6 +30,15 @@ class InvalidRequestError(StreamLLMError, ValueError):
         self.code = code
         self.status = status
 
+    def at_index(self, param: str, index: int) -> InvalidRequestError:
+        """The same error about one of several: ``param`` becomes ``param[index]``."""
+        place = f"{param}[{index}]"
+        known = self.param
+        renamed = known.replace(param, place, 1) if known and known.startswith(param) else known
+        return InvalidRequestError(
+            f"{place}: {self.message}", param=renamed, code=self.code, status=self.status
+        )
+
 
 class ConfigError(StreamLLMError):
     """A flag or keyword argument that cannot be honoured. The command line prints it and exits with 2."""
