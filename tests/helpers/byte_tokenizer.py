@@ -18,6 +18,9 @@ class ByteTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
+    def encode_chat(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def token_bytes(self, token_id: int) -> bytes:
         return b"<eos>" if token_id == EOS else bytes([token_id])
 

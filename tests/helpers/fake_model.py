@@ -18,7 +18,7 @@ VOCAB_SIZE = 256
 def next_token(token_ids: list[int], choice_index: int = 0) -> int:
     """The token that follows ``token_ids``: letters and spaces, so that any text is readable."""
     value = 1469598103934665603 + choice_index
-    for token_id in token_ids[-8:] + [len(token_ids)]:
+    for token_id in [*token_ids[-8:], len(token_ids)]:
         value = (value ^ token_id) * 1099511628211 % 2**64
     return ord("abcdefghijklmnopqrstuvwxyz ABCDE"[value >> 40 & 31])
 
