@@ -1,0 +1,237 @@
+// The Python module streamllm._native. Addresses are integers; shapes, dtypes and strides are checked where
+// an operation is recorded, so that a run passes three counts and nothing else.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cpu/kernels.hpp"
+#include "cpu/ops.hpp"
+#include "cpu/packed_matrix.hpp"
+#include "cpu/philox.hpp"
+#include "cpu/plan.hpp"
+#include "cpu/thread_pool.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace streamllm::cpu;
+
+namespace {
+
+using Address = uint64_t;
+using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
+
+template <typename T>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
+}
+
+std::vector<std::string> instruction_sets() {
+  const Kernels* tables[3];
+  const int count = supported_kernels(tables);
+  std::vector<std::string> names;
+  for (int i = 0; i < count; ++i) names.emplace_back(tables[i]->name);
+  return names;
+}
+
+void embedding(Plan& plan, Address token_ids, std::shared_ptr<PackedMatrix> weight, Address out, int64_t out_stride) {
+  EmbeddingArgs args{};
+  args.token_ids = pointer<const int32_t>(token_ids);
+  args.out = pointer<float>(out);
+  args.out_stride = out_stride;
+  plan.add(make_embedding(args, std::move(weight)));
+}
+
+void rms_norm(Plan& plan, Address x, int64_t x_stride, Address residual, int64_t residual_stride, Address weight,
+              int64_t dim, float eps, Address out, int64_t out_stride) {
+  plan.add(make_rms_norm({
+      .x = pointer<const float>(x),
+      .x_stride = x_stride,
+      .residual = pointer<float>(residual),
+      .residual_stride = residual_stride,
+      .weight = pointer<const float>(weight),
+      .dim = dim,
+      .eps = eps,
+      .out = pointer<float>(out),
+      .out_stride = out_stride,
+  }));
+}
+
+void linear(Plan& plan, Address x, int64_t x_stride, std::shared_ptr<PackedMatrix> weight, Address bias, Address out,
+            int64_t out_stride, bool on_outputs) {
+  LinearArgs args{};
+  args.x = pointer<const float>(x);
+  args.x_stride = x_stride;
+  args.bias = pointer<const float>(bias);
+  args.out = pointer<float>(out);
+  args.out_stride = out_stride;
+  plan.add(make_linear(args, std::move(weight), on_outputs));
+}
+
+void rotary_and_cache(Plan& plan, Address qkv, int64_t qkv_stride, int num_heads, int num_kv_heads, int head_dim,
+                      int rotary_dim, Address q_norm, Address k_norm, float norm_eps, Address cos, Address sin,
+                      Address rope_rows, Address slot_mapping, Address key_cache, Address value_cache,
+                      const std::string& kv_dtype, int block_size) {
+  plan.add(make_rotary_and_cache({
+      .qkv = pointer<float>(qkv),
+      .qkv_stride = qkv_stride,
+      .num_heads = num_heads,
+      .num_kv_heads = num_kv_heads,
+      .head_dim = head_dim,
+      .rotary_dim = rotary_dim,
+      .q_norm = pointer<const float>(q_norm),
+      .k_norm = pointer<const float>(k_norm),
+      .norm_eps = norm_eps,
+      .cos = pointer<const float>(cos),
+      .sin = pointer<const float>(sin),
+      .rope_rows = pointer<const int32_t>(rope_rows),
+      .slot_mapping = pointer<const int64_t>(slot_mapping),
+      .key_cache = pointer<void>(key_cache),
+      .value_cache = pointer<void>(value_cache),
+      .kv_type = kv_type_from_name(kv_dtype.c_str()),
+      .block_size = block_size,
+  }));
+}
+
+void paged_attention(Plan& plan, Address q, int64_t q_stride, Address out, int64_t out_stride, int num_heads,
+                     int num_kv_heads, int head_dim, float scale, int window, float soft_cap, Address query_start,
+                     Address context_lens, Address block_tables, Address key_cache, Address value_cache,
+                     const std::string& kv_dtype, int block_size) {
+  plan.add(make_paged_attention(
+      {
+          .q = pointer<const float>(q),
+          .q_stride = q_stride,
+          .out = pointer<float>(out),
+          .out_stride = out_stride,
+          .num_heads = num_heads,
+          .num_kv_heads = num_kv_heads,
+          .head_dim = head_dim,
+          .scale = scale,
+          .window = window,
+          .soft_cap = soft_cap,
+          .query_start = pointer<const int32_t>(query_start),
+          .context_lens = pointer<const int32_t>(context_lens),
+          .block_tables = pointer<const int64_t>(block_tables),
+          .key_cache = pointer<const void>(key_cache),
+          .value_cache = pointer<const void>(value_cache),
+          .kv_type = kv_type_from_name(kv_dtype.c_str()),
+          .block_size = block_size,
+      },
+      plan.num_threads()));
+}
+
+void silu_and_mul(Plan& plan, Address x, int64_t x_stride, int64_t dim, Address out, int64_t out_stride) {
+  plan.add(make_silu_and_mul({
+      .x = pointer<const float>(x),
+      .x_stride = x_stride,
+      .dim = dim,
+      .out = pointer<float>(out),
+      .out_stride = out_stride,
+  }));
+}
+
+void gather_rows(Plan& plan, Address x, int64_t x_stride, Address indices, int64_t dim, Address out,
+                 int64_t out_stride) {
+  plan.add(make_gather_rows(pointer<const float>(x), x_stride, pointer<const int32_t>(indices), dim,
+                            pointer<float>(out), out_stride));
+}
+
+void sample(Plan& plan, Address logits, int64_t logits_stride, int64_t vocab_size, Address temperature, Address top_k,
+            Address top_p, Address min_p, Address seed, Address choice, Address position, Address num_logprobs,
+            Address token, Address logprob, Address rank, Address top_ids, Address top_logprobs,
+            int64_t max_logprobs) {
+  plan.add(make_sample(
+      {
+          .logits = pointer<const float>(logits),
+          .logits_stride = logits_stride,
+          .vocab_size = vocab_size,
+          .temperature = pointer<const float>(temperature),
+          .top_k = pointer<const int32_t>(top_k),
+          .top_p = pointer<const float>(top_p),
+          .min_p = pointer<const float>(min_p),
+          .seed = pointer<const uint64_t>(seed),
+          .choice = pointer<const int32_t>(choice),
+          .position = pointer<const int32_t>(position),
+          .num_logprobs = pointer<const int32_t>(num_logprobs),
+          .token = pointer<int32_t>(token),
+          .logprob = pointer<float>(logprob),
+          .rank = pointer<int32_t>(rank),
+          .top_ids = pointer<int32_t>(top_ids),
+          .top_logprobs = pointer<float>(top_logprobs),
+          .max_logprobs = max_logprobs,
+      },
+      plan.num_threads()));
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  // Plans and weights live as long as the process; the interpreter's exit is no leak.
+  nb::set_leak_warnings(false);
+
+  m.def("instruction_sets", &instruction_sets);
+  m.def("instruction_set", [] { return std::string(kernels().name); });
+  m.def("set_instruction_set", [](const std::string& name) { select_kernels(name.c_str()); }, "name"_a);
+  m.def(
+      "philox4x32",
+      [](uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
+        const auto words = philox4x32({c0, c1, c2, c3}, {k0, k1});
+        return nb::make_tuple(words[0], words[1], words[2], words[3]);
+      },
+      "c0"_a, "c1"_a, "c2"_a, "c3"_a, "k0"_a, "k1"_a);
+
+  nb::class_<ThreadPool>(m, "ThreadPool")
+      .def(nb::init<int>(), "num_threads"_a)
+      .def_prop_ro("num_threads", &ThreadPool::num_threads);
+
+  nb::class_<PackedMatrix>(m, "PackedMatrix")
+      .def(nb::init<int64_t, int64_t>(), "n"_a, "k"_a)
+      .def(
+          "pack_rows",
+          [](PackedMatrix& matrix, int64_t first_row, Address address, int64_t rows, int64_t row_stride) {
+            matrix.pack_rows(first_row, pointer<const float>(address), rows, row_stride);
+          },
+          "first_row"_a, "address"_a, "rows"_a, "row_stride"_a, ReleaseGil())
+      .def_prop_ro("n", &PackedMatrix::n)
+      .def_prop_ro("k", &PackedMatrix::k)
+      .def_prop_ro("num_bytes", &PackedMatrix::num_bytes);
+
+  nb::class_<Plan>(m, "Plan")
+      .def(nb::init<std::shared_ptr<ThreadPool>>(), "pool"_a)
+      .def("embedding", &embedding, "token_ids"_a, "weight"_a, "out"_a, "out_stride"_a)
+      .def("rms_norm", &rms_norm, "x"_a, "x_stride"_a, "residual"_a, "residual_stride"_a, "weight"_a, "dim"_a,
+           "eps"_a, "out"_a, "out_stride"_a)
+      .def("linear", &linear, "x"_a, "x_stride"_a, "weight"_a, "bias"_a, "out"_a, "out_stride"_a, "on_outputs"_a)
+      .def("rotary_and_cache", &rotary_and_cache, "qkv"_a, "qkv_stride"_a, "num_heads"_a, "num_kv_heads"_a,
+           "head_dim"_a, "rotary_dim"_a, "q_norm"_a, "k_norm"_a, "norm_eps"_a, "cos"_a, "sin"_a, "rope_rows"_a,
+           "slot_mapping"_a, "key_cache"_a, "value_cache"_a, "kv_dtype"_a, "block_size"_a)
+      .def("paged_attention", &paged_attention, "q"_a, "q_stride"_a, "out"_a, "out_stride"_a, "num_heads"_a,
+           "num_kv_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "soft_cap"_a, "query_start"_a, "context_lens"_a,
+           "block_tables"_a, "key_cache"_a, "value_cache"_a, "kv_dtype"_a, "block_size"_a)
+      .def("silu_and_mul", &silu_and_mul, "x"_a, "x_stride"_a, "dim"_a, "out"_a, "out_stride"_a)
+      .def("gather_rows", &gather_rows, "x"_a, "x_stride"_a, "indices"_a, "dim"_a, "out"_a, "out_stride"_a)
+      .def("sample", &sample, "logits"_a, "logits_stride"_a, "vocab_size"_a, "temperature"_a, "top_k"_a, "top_p"_a,
+           "min_p"_a, "seed"_a, "choice"_a, "position"_a, "num_logprobs"_a, "token"_a, "logprob"_a, "rank"_a,
+           "top_ids"_a, "top_logprobs"_a, "max_logprobs"_a)
+      .def_prop_ro("num_ops", &Plan::num_ops)
+      .def(
+          "run",
+          [](Plan& plan, int64_t num_tokens, int64_t num_sequences, int64_t num_outputs) {
+            plan.submit({num_tokens, num_sequences, num_outputs}, -1);
+            plan.wait();
+          },
+          "num_tokens"_a, "num_sequences"_a, "num_outputs"_a, ReleaseGil())
+      .def(
+          "submit",
+          [](Plan& plan, int64_t num_tokens, int64_t num_sequences, int64_t num_outputs, int event_fd) {
+            plan.submit({num_tokens, num_sequences, num_outputs}, event_fd);
+          },
+          "num_tokens"_a, "num_sequences"_a, "num_outputs"_a, "event_fd"_a)
+      .def("wait", &Plan::wait, ReleaseGil());
+}

@@ -1,0 +1,159 @@
+// The kernels of one instruction set, as a table of function pointers, and what they take.
+//
+// Strides are in elements. A kernel works on the range of rows that it is given and writes nothing
+// else, so that ranges may run on different threads. A row's result never depends on the range.
+#pragma once
+
+#include <cstdint>
+
+#include "half.hpp"
+
+namespace streamllm::cpu {
+
+inline constexpr int kPanelColumns = 32;   // output columns of one panel of a PackedMatrix
+inline constexpr int kKeyTile = 16;        // keys that lie side by side in the key cache: one vector
+inline constexpr int kPartition = 256;     // positions whose attention is computed before it is merged
+inline constexpr int kPartitionTiles = kPartition / kKeyTile;
+inline constexpr int kMaxHeadDim = 256;
+inline constexpr int kSampleBlock = 64;    // logits that share an entry in the tables of block maxima and sums
+
+enum class KvType { float32, float16 };
+
+// out[t, :] = weight[token_ids[t], :]; an id outside the matrix gives zeros.
+struct EmbeddingArgs {
+  const int32_t* token_ids;
+  const float* panels;
+  int64_t n, k;
+  float* out;
+  int64_t out_stride;
+};
+
+// residual == nullptr: out = x / rms(x) * weight. Otherwise residual += x first, and out comes from residual.
+struct RmsNormArgs {
+  const float* x;
+  int64_t x_stride;
+  float* residual;
+  int64_t residual_stride;
+  const float* weight;
+  int64_t dim;
+  float eps;
+  float* out;
+  int64_t out_stride;
+};
+
+// out[M, n] = x[M, k] @ W[n, k]^T + bias, W in panels of [k][kPanelColumns].
+struct LinearArgs {
+  const float* x;
+  int64_t x_stride;
+  const float* panels;
+  int64_t n, k;
+  const float* bias;  // float32[n] or nullptr
+  float* out;
+  int64_t out_stride;
+};
+
+struct RotaryArgs {
+  float* qkv;  // rows of [num_heads | num_kv_heads | num_kv_heads] heads
+  int64_t qkv_stride;
+  int num_heads, num_kv_heads, head_dim, rotary_dim;
+  const float* q_norm;  // float32[head_dim] or nullptr
+  const float* k_norm;
+  float norm_eps;
+  const float* cos;  // float32[positions, rotary_dim / 2]
+  const float* sin;
+  const int32_t* rope_rows;
+  const int64_t* slot_mapping;  // block * block_size + offset; negative: nothing is written
+  void* key_cache;              // [num_blocks][num_kv_heads][block_size / 16][head_dim][16]
+  void* value_cache;            // [num_blocks][num_kv_heads][block_size][head_dim]
+  KvType kv_type;
+  int block_size;
+};
+
+struct AttentionArgs {
+  const float* q;
+  int64_t q_stride;
+  float* out;
+  int64_t out_stride;
+  int num_heads, num_kv_heads, head_dim;
+  float scale;
+  int window;      // 0: none
+  float soft_cap;  // 0: none
+  const int32_t* query_start;
+  const int32_t* context_lens;
+  const int64_t* block_tables;  // addresses of int32 arrays of block ids
+  const void* key_cache;
+  const void* value_cache;
+  KvType kv_type;
+  int block_size;
+};
+
+// Consecutive query tokens of one sequence, which share each load of K and V.
+struct QueryTile {
+  int32_t sequence, first_row, num_rows;
+};
+
+struct SiluArgs {
+  const float* x;  // rows of [gate(dim) | up(dim)]
+  int64_t x_stride;
+  int64_t dim;
+  float* out;
+  int64_t out_stride;
+};
+
+struct RowMaximum {
+  float value;
+  int32_t index;  // the lowest index that holds the maximum
+  bool valid;     // no NaN among the values, and the maximum is finite
+};
+
+struct Kernels {
+  const char* name;
+  void (*embedding)(const EmbeddingArgs&, int64_t first_row, int64_t last_row);
+  void (*rms_norm)(const RmsNormArgs&, int64_t first_row, int64_t last_row);
+  void (*linear)(const LinearArgs&, int64_t first_row, int64_t last_row, int64_t first_panel, int64_t last_panel);
+  void (*rotary_and_cache)(const RotaryArgs&, int64_t first_row, int64_t last_row);
+  void (*silu_and_mul)(const SiluArgs&, int64_t first_row, int64_t last_row);
+  // scratch: attention_scratch_floats() floats, aligned to 64 bytes.
+  void (*paged_attention)(const AttentionArgs&, const QueryTile&, int kv_head, float* scratch);
+
+  // Over x[0..count), in blocks of kSampleBlock where tables are named:
+  RowMaximum (*row_maximum)(const float* x, int64_t count);
+  void (*block_maxima)(const float* x, int64_t count, float* maxima);
+  // weights = exp((x - maximum) / temperature), float32[count]; with each block's sum and largest weight.
+  void (*softmax_weights)(const float* x, int64_t count, float maximum, float temperature, float* weights,
+                          double* block_sums, float* block_maxima);
+  // Appends, in index order, the values >= threshold and their indices; returns how many. Both arrays
+  // hold `count` elements.
+  int64_t (*collect)(const float* x, int64_t count, const float* block_maxima, float threshold, float* values,
+                     int32_t* indices);
+  int64_t (*count_greater)(const float* x, int64_t count, float threshold);
+};
+
+// Rows (tokens times query heads of one KV head) that one attention tile holds at most.
+constexpr int attention_tile_rows(int group) { return group > 24 ? group : 24; }
+constexpr int attention_tile_tokens(int group) {
+  const int tokens = 24 / group;
+  return tokens > 8 ? 8 : tokens < 1 ? 1 : tokens;
+}
+inline constexpr int kAttentionBlockRows = 6;  // rows whose scores are held at once, at most
+
+constexpr int64_t attention_scratch_floats(int group, int head_dim) {
+  const int64_t padded_dim = (head_dim + 15) / 16 * 16;
+  const int64_t rows = attention_tile_rows(group);
+  return kAttentionBlockRows * (kPartition + padded_dim) + rows * (head_dim + padded_dim + 2);
+}
+
+extern const Kernels kPortableKernels;
+#if defined(__x86_64__)
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
+
+// The table in use: the best that this CPU supports, until select_kernels says otherwise.
+const Kernels& kernels();
+// Tables that this CPU supports, best first; returns how many.
+int supported_kernels(const Kernels* (&tables)[3]);
+// Throws std::invalid_argument for a name that is not supported here.
+void select_kernels(const char* name);
+
+}  // namespace streamllm::cpu

@@ -1,0 +1,33 @@
+// All kernels, compiled once per instruction set. Nothing here may call an inline function of the
+// standard library that the linker could share with other translation units: its copy from the AVX-512
+// unit would then run on CPUs without AVX-512.
+#pragma once
+
+#include "kernels.hpp"
+#include "simd.hpp"
+
+#include "attention.inl"
+#include "elementwise.inl"
+#include "matmul.inl"
+#include "sampling.inl"
+
+namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE {
+
+constexpr Kernels make_kernels(const char* name) {
+  return Kernels{
+      .name = name,
+      .embedding = embedding,
+      .rms_norm = rms_norm,
+      .linear = linear,
+      .rotary_and_cache = rotary_and_cache,
+      .silu_and_mul = silu_and_mul,
+      .paged_attention = paged_attention,
+      .row_maximum = row_maximum,
+      .block_maxima = block_maxima,
+      .softmax_weights = softmax_weights,
+      .collect = collect,
+      .count_greater = count_greater,
+  };
+}
+
+}  // namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE

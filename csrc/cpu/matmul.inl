@@ -1,0 +1,166 @@
+// Float32 matrix product on packed panels. Each output element is one chain of multiply-adds over
+// k = 0 .. K-1 starting from 0, whatever the tile: the chain may pause in `out`, but is never split.
+#pragma once
+
+#include "kernels.hpp"
+#include "simd.hpp"
+
+namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE {
+
+// Part of the k axis that is done for all row tiles before the next, so that the panel stays in the
+// second-level cache.
+inline constexpr int64_t kDepth = 1024;
+
+// How far ahead weights are fetched, in steps of k: some 100 ns, however many rows share a step.
+template <int ROWS>
+inline constexpr int64_t kPrefetchRows = ROWS <= 2 ? PF1 : ROWS <= 6 ? PF2 : PF3;
+
+// Consecutive 16-column slices of `out` over one stretch of the k axis.
+struct LinearTile {
+  const float* x;       // first row, first k of the stretch
+  int64_t x_stride;
+  const float* panel;   // the panel of the first slice, first k of the stretch
+  int64_t panel_stride; // floats from one panel to the next
+  int first_half;       // 1: the first slice is the panel's second half
+  int64_t depth;
+  float* out;           // first row, first column of the first slice
+  int64_t out_stride;
+  int64_t columns;      // that exist from `out` on
+  bool resume;          // continue the chains that stand in `out`
+  const float* bias;    // of the first column; nullptr: none, or not yet
+};
+
+template <int ROWS, int SLICES>
+void linear_tile(const LinearTile& tile) {
+  const float* w[SLICES];
+  for (int s = 0; s < SLICES; ++s) {
+    const int slice = tile.first_half + s;
+    w[s] = tile.panel + (slice / 2) * tile.panel_stride + (slice % 2) * 16;
+  }
+  Vec16 sum[ROWS][SLICES];
+  for (int r = 0; r < ROWS; ++r) {
+    for (int s = 0; s < SLICES; ++s) {
+      sum[r][s] = splat(0.0f);
+      const int64_t columns = tile.columns - s * 16;
+      if (!tile.resume || columns <= 0) continue;
+      const float* source = tile.out + r * tile.out_stride + s * 16;
+      sum[r][s] = columns >= 16 ? load(source) : load_partial(source, static_cast<int>(columns));
+    }
+  }
+  const float* x = tile.x;
+  const int64_t x_stride = tile.x_stride;
+  for (int64_t i = 0; i < tile.depth; ++i) {
+    Vec16 weight[SLICES];
+    for (int s = 0; s < SLICES; ++s) {
+      weight[s] = load(w[s] + i * kPanelColumns);
+      prefetch(w[s] + (i + kPrefetchRows<ROWS>) * kPanelColumns);
+      // The other half of the panel is read right after this one.
+      if constexpr (SLICES == 1) prefetch(w[s] + (i + kPrefetchRows<ROWS>) * kPanelColumns + 16);
+    }
+    for (int r = 0; r < ROWS; ++r) {
+      const Vec16 value = splat(x[r * x_stride + i]);
+      for (int s = 0; s < SLICES; ++s) sum[r][s] = fma(value, weight[s], sum[r][s]);
+    }
+  }
+  for (int s = 0; s < SLICES; ++s) {
+    const int64_t columns = tile.columns - s * 16;
+    if (columns <= 0) break;
+    const int count = columns >= 16 ? 16 : static_cast<int>(columns);
+    for (int r = 0; r < ROWS; ++r) {
+      Vec16 result = sum[r][s];
+      if (tile.bias != nullptr) result = result + load_partial(tile.bias + s * 16, count);
+      float* target = tile.out + r * tile.out_stride + s * 16;
+      if (count == 16) {
+        store(target, result);
+      } else {
+        store_partial(target, result, count);
+      }
+    }
+  }
+}
+
+using LinearTileFunction = void (*)(const LinearTile&);
+
+template <int ROWS, int SLICES>
+constexpr LinearTileFunction linear_tile_if_it_fits() {
+  if constexpr (ROWS * SLICES <= kAccumulators) {
+    return &linear_tile<ROWS, SLICES>;
+  } else {
+    return nullptr;
+  }
+}
+
+template <int ROWS>
+struct LinearTilesOfHeight {
+  static constexpr LinearTileFunction by_slices[3] = {
+      linear_tile_if_it_fits<ROWS, 1>(), linear_tile_if_it_fits<ROWS, 2>(), linear_tile_if_it_fits<ROWS, 4>()};
+};
+
+// The tile of `rows` by 2^log2_slices slices; nullptr where its sums do not fit in the registers.
+inline LinearTileFunction linear_tile_for(int64_t rows, int log2_slices) {
+  switch (rows) {
+    case 1: return LinearTilesOfHeight<1>::by_slices[log2_slices];
+    case 2: return LinearTilesOfHeight<2>::by_slices[log2_slices];
+    case 3: return LinearTilesOfHeight<3>::by_slices[log2_slices];
+    case 4: return LinearTilesOfHeight<4>::by_slices[log2_slices];
+    case 5: return LinearTilesOfHeight<5>::by_slices[log2_slices];
+    case 6: return LinearTilesOfHeight<6>::by_slices[log2_slices];
+    case 7: return LinearTilesOfHeight<7>::by_slices[log2_slices];
+    case 8: return LinearTilesOfHeight<8>::by_slices[log2_slices];
+    case 9: return LinearTilesOfHeight<9>::by_slices[log2_slices];
+    case 10: return LinearTilesOfHeight<10>::by_slices[log2_slices];
+    case 11: return LinearTilesOfHeight<11>::by_slices[log2_slices];
+    case 12: return LinearTilesOfHeight<12>::by_slices[log2_slices];
+    default: return nullptr;
+  }
+}
+
+inline constexpr int64_t kTileRows = kAccumulators > 12 ? 12 : kAccumulators;
+
+inline void linear(const LinearArgs& args, int64_t first_row, int64_t last_row, int64_t first_panel,
+                   int64_t last_panel) {
+  const int64_t rows = last_row - first_row;
+  if (rows <= 0) return;
+  const int64_t num_tiles = (rows + kTileRows - 1) / kTileRows;
+  const int64_t low = rows / num_tiles, num_higher = rows % num_tiles;  // tiles of `low` or `low + 1` rows
+  const int64_t highest = low + (num_higher > 0 ? 1 : 0);
+  const int64_t panel_stride = args.k * kPanelColumns;
+
+  int log2_slices = 2;
+  while (linear_tile_for(highest, log2_slices) == nullptr) --log2_slices;
+  for (int64_t panel = first_panel; panel < last_panel;) {
+    // The panels that one tile covers, or the one that two tiles cover half each.
+    while ((1 << log2_slices) > 2 * (last_panel - panel)) --log2_slices;
+    const int step = 1 << log2_slices;
+    const int64_t num_slices = step < 2 ? 2 : step;
+    const int64_t depth_step = num_tiles > 1 || step < 2 ? kDepth : args.k;
+    for (int64_t begin = 0; begin < args.k; begin += depth_step) {
+      const int64_t end = args.k - begin > depth_step ? begin + depth_step : args.k;
+      for (int64_t slice = 0; slice < num_slices; slice += step) {
+        const int64_t column = panel * kPanelColumns + slice * 16;
+        LinearTile tile{
+            .x = args.x + first_row * args.x_stride + begin,
+            .x_stride = args.x_stride,
+            .panel = args.panels + panel * panel_stride + begin * kPanelColumns,
+            .panel_stride = panel_stride,
+            .first_half = static_cast<int>(slice),
+            .depth = end - begin,
+            .out = args.out + first_row * args.out_stride + column,
+            .out_stride = args.out_stride,
+            .columns = args.n - column,
+            .resume = begin > 0,
+            .bias = args.bias != nullptr && end == args.k && column < args.n ? args.bias + column : nullptr,
+        };
+        for (int64_t t = 0; t < num_tiles; ++t) {
+          const int64_t height = low + (t < num_higher ? 1 : 0);
+          linear_tile_for(height, log2_slices)(tile);
+          tile.x += height * args.x_stride;
+          tile.out += height * args.out_stride;
+        }
+      }
+    }
+    panel += num_slices / 2;
+  }
+}
+
+}  // namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE

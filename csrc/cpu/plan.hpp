@@ -1,0 +1,56 @@
+// A forward pass recorded as a list of operations over preallocated buffers, and replayed by one call.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "thread_pool.hpp"
+
+namespace streamllm::cpu {
+
+struct RunSizes {
+  int64_t tokens = 0;     // rows of most operations
+  int64_t sequences = 0;
+  int64_t outputs = 0;    // rows of operations recorded on outputs
+};
+
+// One recorded operation. prepare() is called for every run, before any operation of it starts, and may read
+// index arrays that the caller filled; run_tile() then does the tiles that it returned.
+class Op : public TileTask {
+ public:
+  virtual int64_t prepare(const RunSizes& sizes, int num_threads) = 0;
+};
+
+class Plan : private Job {
+ public:
+  explicit Plan(std::shared_ptr<ThreadPool> pool);
+  // Waits for the run in progress.
+  ~Plan() override;
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+
+  // Throws std::runtime_error while the plan runs.
+  void add(std::unique_ptr<Op> op);
+  size_t num_ops() const { return steps_.size(); }
+  int num_threads() const { return pool_->num_threads(); }
+
+  // Replays all operations in order, on the pool's threads; the driver then writes 1 to `event_fd` (-1:
+  // none). Throws std::runtime_error if the pool is busy, std::invalid_argument for negative sizes or index
+  // arrays that contradict them.
+  void submit(const RunSizes& sizes, int event_fd);
+  void wait();
+
+ private:
+  struct Step {
+    std::unique_ptr<Op> op;
+    int64_t num_tiles;
+  };
+
+  void run() noexcept override;
+
+  std::shared_ptr<ThreadPool> pool_;
+  std::vector<Step> steps_;
+};
+
+}  // namespace streamllm::cpu

@@ -1,0 +1,131 @@
+// Vec16 as two ymm registers. Included by simd.hpp.
+#pragma once
+
+#include <immintrin.h>
+
+#define STREAMLLM_SIMD_NAMESPACE avx2
+
+namespace streamllm::cpu::avx2 {
+
+struct Vec16 {
+  __m256 lo, hi;
+};
+struct Mask16 {
+  __m256 lo, hi;
+};
+struct Double8 {
+  __m256d lo, hi;
+};
+
+inline constexpr int kAccumulators = 6;
+
+inline Vec16 splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Vec16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline Vec16 load(const Half* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+
+// Lanes first <= i < last.
+inline Mask16 lanes_between(int first, int last) {
+  const __m256i low = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i high = _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15);
+  const __m256i before = _mm256_set1_epi32(first - 1), end = _mm256_set1_epi32(last);
+  return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_cmpgt_epi32(low, before), _mm256_cmpgt_epi32(end, low))),
+          _mm256_castsi256_ps(
+              _mm256_and_si256(_mm256_cmpgt_epi32(high, before), _mm256_cmpgt_epi32(end, high)))};
+}
+// Lanes from `count` on are 0.
+inline Vec16 load_partial(const float* p, int count) {
+  const Mask16 mask = lanes_between(0, count);
+  return {_mm256_maskload_ps(p, _mm256_castps_si256(mask.lo)),
+          _mm256_maskload_ps(p + 8, _mm256_castps_si256(mask.hi))};
+}
+inline Vec16 load_low8(const float* p) { return {_mm256_loadu_ps(p), _mm256_setzero_ps()}; }
+inline Vec16 load_low8(const Half* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), _mm256_setzero_ps()};
+}
+inline void store(float* p, Vec16 a) {
+  _mm256_storeu_ps(p, a.lo);
+  _mm256_storeu_ps(p + 8, a.hi);
+}
+inline void store(Half* p, Vec16 a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT));
+}
+inline void store_partial(float* p, Vec16 a, int count) {
+  const Mask16 mask = lanes_between(0, count);
+  _mm256_maskstore_ps(p, _mm256_castps_si256(mask.lo), a.lo);
+  _mm256_maskstore_ps(p + 8, _mm256_castps_si256(mask.hi), a.hi);
+}
+
+inline Vec16 operator+(Vec16 a, Vec16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline Vec16 operator-(Vec16 a, Vec16 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline Vec16 operator*(Vec16 a, Vec16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline Vec16 operator/(Vec16 a, Vec16 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline Vec16 fma(Vec16 a, Vec16 b, Vec16 c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline Vec16 max(Vec16 a, Vec16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+inline Vec16 min(Vec16 a, Vec16 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+
+inline Mask16 less(Vec16 a, Vec16 b) {
+  return {_mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ)};
+}
+inline Mask16 greater_equal(Vec16 a, Vec16 b) {
+  return {_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ)};
+}
+inline Mask16 unordered(Vec16 a, Vec16 b) {
+  return {_mm256_cmp_ps(a.lo, b.lo, _CMP_UNORD_Q), _mm256_cmp_ps(a.hi, b.hi, _CMP_UNORD_Q)};
+}
+inline Mask16 operator|(Mask16 a, Mask16 b) { return {_mm256_or_ps(a.lo, b.lo), _mm256_or_ps(a.hi, b.hi)}; }
+inline Mask16 no_lanes() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline uint32_t bits(Mask16 a) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(a.lo)) |
+         (static_cast<uint32_t>(_mm256_movemask_ps(a.hi)) << 8);
+}
+inline Vec16 select(Mask16 mask, Vec16 a, Vec16 b) {
+  return {_mm256_blendv_ps(b.lo, a.lo, mask.lo), _mm256_blendv_ps(b.hi, a.hi, mask.hi)};
+}
+
+inline float first_lane(Vec16 a) { return _mm256_cvtss_f32(a.lo); }
+inline float sum_lanes(Vec16 a) {
+  const __m256 eight = _mm256_add_ps(a.lo, a.hi);
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+inline float max_lanes(Vec16 a) {
+  const __m256 eight = _mm256_max_ps(a.lo, a.hi);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+
+// p * 2^n, where n stands in the low bits of `shifted`.
+inline __m256 scale_half(__m256 p, __m256 shifted) {
+  const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent));
+}
+inline Vec16 scale_by_power_of_two(Vec16 p, Vec16 shifted) {
+  return {scale_half(p.lo, shifted.lo), scale_half(p.hi, shifted.hi)};
+}
+
+inline Double8 double_zero() { return {_mm256_setzero_pd(), _mm256_setzero_pd()}; }
+// Lane i of 8 takes lanes i and i + 8 of `a`, in this order.
+inline Double8 add_lanes(Double8 sum, Vec16 a) {
+  __m256d lo = _mm256_add_pd(sum.lo, _mm256_cvtps_pd(_mm256_castps256_ps128(a.lo)));
+  __m256d hi = _mm256_add_pd(sum.hi, _mm256_cvtps_pd(_mm256_extractf128_ps(a.lo, 1)));
+  lo = _mm256_add_pd(lo, _mm256_cvtps_pd(_mm256_castps256_ps128(a.hi)));
+  hi = _mm256_add_pd(hi, _mm256_cvtps_pd(_mm256_extractf128_ps(a.hi, 1)));
+  return {lo, hi};
+}
+inline double sum_lanes(Double8 a) {
+  const __m256d four = _mm256_add_pd(a.lo, a.hi);
+  const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+  return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+}
+
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace streamllm::cpu::avx2

@@ -1,0 +1,198 @@
+"""CPU kernels, recorded into plans and replayed by native threads.
+
+Addresses are integers (``array.ctypes.data``) of memory that must outlive the plan's runs; strides are the
+distance between rows in elements. Arrays are float32 and index arrays int32 unless said otherwise. An
+argument out of range raises ValueError naming it. A row's result does not depend on the other rows of a
+batch, on how a prompt is cut into chunks, or on the number of threads: equality is exact within one
+instruction set.
+"""
+
+from typing import Literal
+
+def instruction_sets() -> list[str]:
+    """Those that this CPU supports, best first, out of "avx512", "avx2" and "portable"."""
+
+def instruction_set() -> str:
+    """The one in use; at first the best."""
+
+def set_instruction_set(name: str) -> None:
+    """Chooses another one, for all plans; not while one runs."""
+
+def philox4x32(c0: int, c1: int, c2: int, c3: int, k0: int, k1: int) -> tuple[int, int, int, int]:
+    """Philox4x32-10 (Salmon et al., 2011) of a 128-bit counter and a 64-bit key, as 32-bit words."""
+
+class ThreadPool:
+    """The threads that replay plans, one plan at a time. They sleep when idle; deletion joins them."""
+
+    def __init__(self, num_threads: int) -> None: ...
+    @property
+    def num_threads(self) -> int: ...
+
+class PackedMatrix:
+    """The float32 weight W[n, k] of a product x @ W.T, in panels of 32 columns; at first all zeros."""
+
+    def __init__(self, n: int, k: int) -> None: ...
+    def pack_rows(self, first_row: int, address: int, rows: int, row_stride: int) -> None:
+        """Copies W[first_row : first_row + rows] from row-major memory. Releases the GIL."""
+
+    @property
+    def n(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+class Plan:
+    """A list of operations over preallocated buffers.
+
+    Recording methods append one operation. Most work on the first ``num_tokens`` rows of a run; those said
+    to be on outputs work on ``num_outputs`` rows. RuntimeError if one is recorded while the plan runs.
+    """
+
+    def __init__(self, pool: ThreadPool) -> None: ...
+    @property
+    def num_ops(self) -> int: ...
+    def run(self, num_tokens: int, num_sequences: int, num_outputs: int) -> None:
+        """Replays the plan and waits for it. Releases the GIL.
+
+        RuntimeError if the pool is busy; ValueError if index arrays contradict the counts.
+        """
+
+    def submit(self, num_tokens: int, num_sequences: int, num_outputs: int, event_fd: int) -> None:
+        """Starts a replay and returns; 1 (uint64) is written to `event_fd` when it is done (-1: to nothing).
+
+        Index arrays are checked before it returns; errors as for `run`. The pool is free again when the
+        event arrives.
+        """
+
+    def wait(self) -> None:
+        """Blocks until the submitted run is done; at once if there is none. Releases the GIL."""
+
+    def embedding(self, token_ids: int, weight: PackedMatrix, out: int, out_stride: int) -> None:
+        """out[t, :k] = weight[token_ids[t]]; ids outside 0 .. n-1 give zeros."""
+
+    def rms_norm(
+        self,
+        x: int,
+        x_stride: int,
+        residual: int,
+        residual_stride: int,
+        weight: int,
+        dim: int,
+        eps: float,
+        out: int,
+        out_stride: int,
+    ) -> None:
+        """out = x / sqrt(mean(x^2) + eps) * weight over rows of `dim`; `out` may be `x`.
+
+        With a `residual` (not 0): residual += x in place, and out is computed from residual.
+        """
+
+    def linear(
+        self,
+        x: int,
+        x_stride: int,
+        weight: PackedMatrix,
+        bias: int,
+        out: int,
+        out_stride: int,
+        on_outputs: bool,
+    ) -> None:
+        """out[:, :n] = x[:, :k] @ weight.T + bias; `bias` is the address of n floats, or 0."""
+
+    def rotary_and_cache(
+        self,
+        qkv: int,
+        qkv_stride: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rotary_dim: int,
+        q_norm: int,
+        k_norm: int,
+        norm_eps: float,
+        cos: int,
+        sin: int,
+        rope_rows: int,
+        slot_mapping: int,
+        key_cache: int,
+        value_cache: int,
+        kv_dtype: Literal["float32", "float16"],
+        block_size: int,
+    ) -> None:
+        """Normalises and rotates the heads of qkv = [q heads | k heads | v heads]; stores K and V.
+
+        q_norm, k_norm: RMSNorm weights of head_dim floats, or 0. The first rotary_dim elements of a head are
+        rotated as two halves (NeoX order) by cos and sin, [positions, rotary_dim / 2], row rope_rows[t]. q is
+        rewritten in place; k and v are not, they go to slot slot_mapping[t] (int64: block * block_size +
+        offset; negative: nowhere). float16 saturates.
+
+        key_cache: [num_blocks, num_kv_heads, block_size / 16, head_dim, 16]; value_cache: [num_blocks,
+        num_kv_heads, block_size, head_dim].
+        block_size: a multiple of 16; head_dim: a multiple of 8 up to 256.
+        """
+
+    def paged_attention(
+        self,
+        q: int,
+        q_stride: int,
+        out: int,
+        out_stride: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        window: int,
+        soft_cap: float,
+        query_start: int,
+        context_lens: int,
+        block_tables: int,
+        key_cache: int,
+        value_cache: int,
+        kv_dtype: Literal["float32", "float16"],
+        block_size: int,
+    ) -> None:
+        """Causal attention of each sequence's rows over its cached context, these rows included.
+
+        Sequence s has the rows query_start[s] .. query_start[s + 1]; the last one sits at position
+        context_lens[s] - 1. block_tables: int64[num_sequences], addresses of int32 arrays of block ids.
+        window: a row sees itself and the window - 1 positions before (0: all). soft_cap: scores become
+        cap * tanh(score / cap) (0: as they are). Caches as in `rotary_and_cache`.
+        """
+
+    def silu_and_mul(self, x: int, x_stride: int, dim: int, out: int, out_stride: int) -> None:
+        """out = silu(gate) * up for rows x = [gate(dim) | up(dim)]; `out` must not overlap `x`."""
+
+    def gather_rows(self, x: int, x_stride: int, indices: int, dim: int, out: int, out_stride: int) -> None:
+        """On outputs: out[o, :dim] = x[indices[o], :dim]."""
+
+    def sample(
+        self,
+        logits: int,
+        logits_stride: int,
+        vocab_size: int,
+        temperature: int,
+        top_k: int,
+        top_p: int,
+        min_p: int,
+        seed: int,
+        choice: int,
+        position: int,
+        num_logprobs: int,
+        token: int,
+        logprob: int,
+        rank: int,
+        top_ids: int,
+        top_logprobs: int,
+        max_logprobs: int,
+    ) -> None:
+        """On outputs: one token a row, with raw logprobs where num_logprobs (-1: none) asks for them.
+
+        Inputs a row: float32 temperature (below 1e-5: greedy), top_p, min_p; int32 top_k (0: off), choice,
+        position, num_logprobs; uint64 seed. Results a row: int32 token (-1 if the row holds NaN or +inf, or
+        only -inf), float32 logprob, int32 rank, and top_ids (int32) and top_logprobs of [outputs,
+        max_logprobs], the first num_logprobs of which are written (id -1 beyond the vocabulary).
+
+        The filters are min_p, then top_k (ties kept), then top_p, on exp((logit - max) / temperature); the
+        draw inverts the cumulative sum in id order at a Philox number keyed by seed, choice and position.
+        """
