@@ -1,0 +1,92 @@
+"""The paged KV cache's memory: one allocation for all layers.
+
+A block holds ``block_size`` positions of one sequence. Keys lie with 16 positions side by side for each
+dimension, so that a score is summed over the head in one order whatever the batch; values lie position by
+position.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from streamllm.errors import ConfigError, ModelLoadError
+
+KEY_LANES = 16
+"""Positions that lie side by side in a key block; ``block_size`` is a multiple of it."""
+
+DTYPES: dict[str, Any] = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
+
+
+def kv_bytes_per_block(
+    num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, kv_cache_dtype: str
+) -> int:
+    """Bytes that one block takes over all layers, keys and values.
+
+    Raises:
+        ConfigError: an unknown dtype, or a block size that is not a positive multiple of 16.
+    """
+    if kv_cache_dtype not in DTYPES:
+        raise ConfigError(f"kv_cache_dtype must be one of {', '.join(DTYPES)}, got {kv_cache_dtype!r}.")
+    if block_size <= 0 or block_size % KEY_LANES:
+        raise ConfigError(f"block_size must be a positive multiple of {KEY_LANES}, got {block_size}.")
+    return num_layers * 2 * num_kv_heads * block_size * head_dim * DTYPES[kv_cache_dtype].itemsize
+
+
+class KVCache:
+    """Keys and values of ``num_blocks`` blocks, for every layer; page-aligned, zeroed, untouched pages free.
+
+    Attributes:
+        planes: ``[num_layers, 2 (key, value), num_blocks, num_kv_heads * block_size * head_dim]``.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        kv_cache_dtype: str,
+    ):
+        self.num_bytes = num_blocks * kv_bytes_per_block(
+            num_layers, num_kv_heads, head_dim, block_size, kv_cache_dtype
+        )
+        if num_blocks < 1:
+            raise ConfigError(f"the KV cache needs at least one block, got {num_blocks}.")
+        self.dtype_name = kv_cache_dtype
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        try:
+            memory = mmap.mmap(-1, self.num_bytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ModelLoadError(
+                f"Not enough memory for a KV cache of {self.num_bytes / 2**30:.2f} GiB; ask for fewer blocks."
+            ) from error
+        self.planes = np.frombuffer(memory, DTYPES[kv_cache_dtype]).reshape(
+            num_layers, 2, num_blocks, num_kv_heads * block_size * head_dim
+        )
+
+    def keys(self, layer: int) -> np.ndarray:
+        """``[num_blocks, num_kv_heads, block_size / 16, head_dim, 16]``, a view."""
+        return self.planes[layer, 0].reshape(
+            self.num_blocks, self.num_kv_heads, self.block_size // KEY_LANES, self.head_dim, KEY_LANES
+        )
+
+    def values(self, layer: int) -> np.ndarray:
+        """``[num_blocks, num_kv_heads, block_size, head_dim]``, a view."""
+        return self.planes[layer, 1].reshape(
+            self.num_blocks, self.num_kv_heads, self.block_size, self.head_dim
+        )
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks ``(source, destination)`` in every layer; all are read before any is written."""
+        if copies:
+            sources, destinations = np.array(copies).T
+            self.planes[:, :, destinations] = self.planes[:, :, sources]

@@ -1,0 +1,119 @@
+"""The arrays that a step reads and writes besides weights and activations.
+
+They are allocated once, so that a recorded plan can hold their addresses; each step fills their leading
+entries and sets the counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from streamllm.ops.kv_cache import KVCache
+
+MAX_LOGPROBS = 20
+"""Alternatives that a sampled token can be reported with."""
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """What one forward reads.
+
+    Attributes:
+        token_ids: int32 ``[max_tokens]``, the chunks of all sequences one after the other.
+        rope_rows: int32 ``[max_tokens]``, each token's row in the rotary table.
+        slot_mapping: int64 ``[max_tokens]``, ``block * block_size + offset`` where its K and V go.
+        query_start: int32 ``[max_sequences + 1]``; sequence ``s`` owns rows ``[query_start[s],
+            query_start[s + 1])``.
+        context_lens: int32 ``[max_sequences]``, tokens of the sequence up to and with its last row here.
+        block_tables: int64 ``[max_sequences]``, the address of each sequence's int32 block ids.
+        output_rows: int32 ``[max_outputs]``, rows whose hidden state is wanted.
+        rope_cos, rope_sin: float32 ``[*, rotary_dim / 2]``.
+        kv_cache: the pool that ``slot_mapping`` and ``block_tables`` speak of.
+        num_tokens, num_sequences, num_outputs: how many leading entries count in this step.
+    """
+
+    token_ids: np.ndarray
+    rope_rows: np.ndarray
+    slot_mapping: np.ndarray
+    query_start: np.ndarray
+    context_lens: np.ndarray
+    block_tables: np.ndarray
+    output_rows: np.ndarray
+    rope_cos: np.ndarray
+    rope_sin: np.ndarray
+    kv_cache: KVCache
+    num_tokens: int = 0
+    num_sequences: int = 0
+    num_outputs: int = 0
+
+    @classmethod
+    def allocate(
+        cls,
+        max_tokens: int,
+        max_sequences: int,
+        rope_cos: np.ndarray,
+        rope_sin: np.ndarray,
+        kv_cache: KVCache,
+    ) -> StepInputs:
+        return cls(
+            token_ids=np.zeros(max_tokens, np.int32),
+            rope_rows=np.zeros(max_tokens, np.int32),
+            slot_mapping=np.zeros(max_tokens, np.int64),
+            query_start=np.zeros(max_sequences + 1, np.int32),
+            context_lens=np.zeros(max_sequences, np.int32),
+            block_tables=np.zeros(max_sequences, np.int64),
+            output_rows=np.zeros(max_sequences, np.int32),
+            rope_cos=rope_cos,
+            rope_sin=rope_sin,
+            kv_cache=kv_cache,
+        )
+
+
+@dataclass(slots=True)
+class SamplingBuffers:
+    """What sampling reads for each output row, and where its results go.
+
+    Attributes:
+        temperature, top_p, min_p: float32 ``[max_outputs]``.
+        top_k: int32 ``[max_outputs]``, 0 for off.
+        seed: uint64 ``[max_outputs]``.
+        choice, position: int32 ``[max_outputs]``; with ``seed`` they give the row's random number.
+        num_logprobs: int32 ``[max_outputs]``, -1 for none.
+        token: int32 ``[max_outputs]``, the sampled ids; -1 where logits were not finite.
+        logprob, rank: float32 and int32 ``[max_outputs]`` of the sampled token.
+        top_ids, top_logprobs: int32 and float32 ``[max_outputs, MAX_LOGPROBS]``, likeliest first.
+    """
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    seed: np.ndarray
+    choice: np.ndarray
+    position: np.ndarray
+    num_logprobs: np.ndarray
+    token: np.ndarray
+    logprob: np.ndarray
+    rank: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+    @classmethod
+    def allocate(cls, max_outputs: int) -> SamplingBuffers:
+        return cls(
+            temperature=np.zeros(max_outputs, np.float32),
+            top_k=np.zeros(max_outputs, np.int32),
+            top_p=np.ones(max_outputs, np.float32),
+            min_p=np.zeros(max_outputs, np.float32),
+            seed=np.zeros(max_outputs, np.uint64),
+            choice=np.zeros(max_outputs, np.int32),
+            position=np.zeros(max_outputs, np.int32),
+            num_logprobs=np.full(max_outputs, -1, np.int32),
+            token=np.zeros(max_outputs, np.int32),
+            logprob=np.zeros(max_outputs, np.float32),
+            rank=np.zeros(max_outputs, np.int32),
+            top_ids=np.zeros((max_outputs, MAX_LOGPROBS), np.int32),
+            top_logprobs=np.zeros((max_outputs, MAX_LOGPROBS), np.float32),
+        )

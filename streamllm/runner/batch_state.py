@@ -1,0 +1,158 @@
+"""What the runner remembers of each sequence in the batch, and how a step's arrays are made of it."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from streamllm.ops.step_inputs import SamplingBuffers, StepInputs
+from streamllm.runner.messages import NewSequence, ScheduledBatch
+
+_MASK64 = 2**64 - 1
+
+
+class BatchState:
+    """Sequences by slot. Their memory grows with tokens and blocks, not with the context's limit.
+
+    Args:
+        max_num_seqs: number of slots.
+    """
+
+    def __init__(self, max_num_seqs: int):
+        self._tokens: list[array[int] | None] = [None] * max_num_seqs
+        self._blocks: list[array[int]] = [array("i") for _ in range(max_num_seqs)]
+        self._block_addresses: list[int] = [0] * max_num_seqs
+        self._slot_of: dict[int, int] = {}
+        self._sequence_ids: list[int] = [-1] * max_num_seqs
+        self._num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
+        self._temperature = np.zeros(max_num_seqs, np.float32)
+        self._top_k = np.zeros(max_num_seqs, np.int32)
+        self._top_p = np.ones(max_num_seqs, np.float32)
+        self._min_p = np.zeros(max_num_seqs, np.float32)
+        self._seed = np.zeros(max_num_seqs, np.uint64)
+        self._choice = np.zeros(max_num_seqs, np.int32)
+        self._num_logprobs = np.full(max_num_seqs, -1, np.int32)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._slot_of)
+
+    def token_ids(self, slot: int) -> list[int]:
+        """All tokens known of the sequence in ``slot``."""
+        tokens = self._tokens[slot]
+        return [] if tokens is None else tokens.tolist()
+
+    def block_ids(self, slot: int) -> list[int]:
+        """Its blocks, in logical order."""
+        return self._blocks[slot].tolist()
+
+    def update(self, batch: ScheduledBatch) -> None:
+        """Takes finished sequences out, new ones in, and appends each row's new tokens and blocks.
+
+        Raises:
+            ValueError: a new sequence's slot is taken, or a row's slot is empty.
+        """
+        for slot in batch.finished_slots:
+            self._remove(slot)
+        for sequence in batch.new_sequences:
+            self._add(sequence)
+        for row in batch.rows:
+            slot = row.slot
+            tokens = self._tokens[slot]
+            if tokens is None:
+                raise ValueError(f"slot {slot} is scheduled but holds no sequence")
+            if row.new_token_ids:
+                tokens.extend(row.new_token_ids)
+            if row.new_block_ids:
+                blocks = self._blocks[slot]
+                blocks.extend(row.new_block_ids)
+                self._block_addresses[slot] = blocks.buffer_info()[0]
+
+    def fill(self, batch: ScheduledBatch, inputs: StepInputs, sampling: SamplingBuffers) -> None:
+        """Writes the step's arrays.
+
+        ``inputs.rope_rows`` gets each token's position. Sampling rows follow ``batch.output_rows``.
+        """
+        block_size = inputs.kv_cache.block_size
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        query_start, context_lens, block_tables = [0], [], []
+        for row in batch.rows:
+            tokens, blocks, start = self._tokens[row.slot], self._blocks[row.slot], row.num_computed_tokens
+            assert tokens is not None
+            if row.num_tokens == 1:
+                end = start + 1
+                token_ids.append(tokens[start])
+                positions.append(start)
+                slots.append(blocks[start // block_size] * block_size + start % block_size)
+            else:
+                end = start + row.num_tokens
+                token_ids.extend(tokens[start:end])
+                positions.extend(range(start, end))
+                slots.extend(
+                    blocks[position // block_size] * block_size + position % block_size
+                    for position in range(start, end)
+                )
+            query_start.append(len(positions))
+            context_lens.append(end)
+            block_tables.append(self._block_addresses[row.slot])
+        num_tokens, num_sequences = len(positions), len(context_lens)
+        inputs.token_ids[:num_tokens] = token_ids
+        inputs.rope_rows[:num_tokens] = positions
+        inputs.slot_mapping[:num_tokens] = slots
+        inputs.query_start[: num_sequences + 1] = query_start
+        inputs.context_lens[:num_sequences] = context_lens
+        inputs.block_tables[:num_sequences] = block_tables
+        inputs.num_tokens, inputs.num_sequences = num_tokens, num_sequences
+        self._fill_outputs(batch, inputs, sampling)
+
+    def prompt_lengths(self, batch: ScheduledBatch) -> np.ndarray:
+        """For each token of the step the length of its sequence's prompt, int32 ``[num_tokens]``."""
+        slots = [row.slot for row in batch.rows]
+        return np.repeat(self._num_prompt_tokens[slots], [row.num_tokens for row in batch.rows])
+
+    def _fill_outputs(self, batch: ScheduledBatch, inputs: StepInputs, sampling: SamplingBuffers) -> None:
+        count = inputs.num_outputs = len(batch.output_rows)
+        if not count:
+            return
+        slot_list = [self._slot_of[output.sequence_id] for output in batch.output_rows]
+        slots = np.array(slot_list)
+        rows = np.array([output.row for output in batch.output_rows])
+        inputs.output_rows[:count] = inputs.query_start[rows + 1] - 1
+        lengths = np.array([len(self._tokens[slot] or ()) for slot in slot_list], np.int32)
+        sampling.position[:count] = lengths - self._num_prompt_tokens[slots]
+        sampling.temperature[:count] = self._temperature[slots]
+        sampling.top_k[:count] = self._top_k[slots]
+        sampling.top_p[:count] = self._top_p[slots]
+        sampling.min_p[:count] = self._min_p[slots]
+        sampling.seed[:count] = self._seed[slots]
+        sampling.choice[:count] = self._choice[slots]
+        sampling.num_logprobs[:count] = self._num_logprobs[slots]
+
+    def _remove(self, slot: int) -> None:
+        """Empties a slot; an empty one stays so (its sequence may have failed on its way in)."""
+        self._slot_of.pop(self._sequence_ids[slot], None)
+        self._sequence_ids[slot] = -1
+        self._tokens[slot] = None
+        self._blocks[slot] = array("i")
+        self._block_addresses[slot] = 0
+
+    def _add(self, sequence: NewSequence) -> None:
+        slot, params = sequence.slot, sequence.params
+        if self._tokens[slot] is not None:
+            raise ValueError(f"slot {slot} already holds sequence {self._sequence_ids[slot]}")
+        self._tokens[slot] = array("i", sequence.token_ids)
+        blocks = self._blocks[slot] = array("i", sequence.block_ids)
+        self._block_addresses[slot] = blocks.buffer_info()[0]
+        self._slot_of[sequence.sequence_id] = slot
+        self._sequence_ids[slot] = sequence.sequence_id
+        self._num_prompt_tokens[slot] = sequence.num_prompt_tokens
+        self._temperature[slot] = params.temperature
+        self._top_k[slot] = params.top_k
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        self._seed[slot] = sequence.seed & _MASK64
+        self._choice[slot] = sequence.choice_index
+        self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs

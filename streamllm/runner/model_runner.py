@@ -1,0 +1,209 @@
+"""The model runner: a scheduled batch in, token ids out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from streamllm.errors import ConfigError, ModelLoadError
+from streamllm.models.checkpoint import Checkpoint
+from streamllm.models.model_config import ModelConfig
+from streamllm.models.registry import family_of
+from streamllm.models.rope import RopeTable
+from streamllm.ops.kv_cache import KVCache, kv_bytes_per_block
+from streamllm.ops.step_inputs import SamplingBuffers, StepInputs
+from streamllm.runner.backends import Backend, PlanBackend, TorchBackend, load_model
+from streamllm.runner.batch_state import BatchState
+from streamllm.runner.messages import ScheduledBatch, StepOutput, TokenLogprobs
+
+MAX_HEAD_DIM = 256
+NOT_FINITE = "the model produced logits that are not finite"
+
+
+class ModelRunner:
+    """Runs one model's steps. A step is :meth:`start`, :meth:`wait`, :meth:`sample`, :meth:`wait`,
+    :meth:`result`, in that order; one step at a time.
+
+    Args:
+        block_size: positions a block, a multiple of 16.
+        num_blocks: blocks of the KV cache.
+        max_num_batched_tokens: tokens a step at most.
+        max_num_seqs: sequences in the batch at most; slots are ``0..max_num_seqs - 1``.
+        kv_cache_dtype: ``"float32"`` or ``"float16"``.
+        max_model_len: positions at most; sizes the rotary table.
+        threads: native workers.
+        backend: ``"cpu"`` (native plans) or ``"torch"`` (eager reference).
+        progress: show a bar on a terminal while weights load.
+        sampled_vocab_size: sample ids below this only (a padded vocabulary has more logits than tokens).
+
+    Attributes:
+        num_blocks: blocks of the KV cache.
+        weight_bytes: memory that the weights take.
+        vocab_size: logits a row.
+        event_fd: becomes readable when the submitted phase is done; ``None``: phases run as they are called.
+        in_flight: a phase has been submitted and not been waited for.
+
+    Raises:
+        ConfigError: a size or dtype that cannot be honoured.
+        ModelLoadError: the model is not supported, its files are broken, or memory is too small.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        checkpoint: Checkpoint,
+        *,
+        block_size: int,
+        num_blocks: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        kv_cache_dtype: str,
+        max_model_len: int,
+        threads: int,
+        backend: str = "cpu",
+        progress: bool = True,
+        sampled_vocab_size: int | None = None,
+    ):
+        family = family_of(model_config.architecture)
+        _check_supported(model_config)
+        self.num_blocks = num_blocks
+        self.vocab_size = model_config.vocab_size
+        self.in_flight = False
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._rope = RopeTable(
+            model_config.rope, max_model_len, max_dynamic_rows=max(2 * max_num_batched_tokens, 4096)
+        )
+        self._cache = KVCache(
+            num_layers=model_config.num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=model_config.num_kv_heads,
+            head_dim=model_config.head_dim,
+            kv_cache_dtype=kv_cache_dtype,
+        )
+        self._inputs = StepInputs.allocate(
+            max_num_batched_tokens, max_num_seqs, self._rope.cos, self._rope.sin, self._cache
+        )
+        self._sampling = SamplingBuffers.allocate(max_num_seqs)
+        self._state = BatchState(max_num_seqs)
+        self._backend = _make_backend(backend, threads, max_num_batched_tokens, max_num_seqs)
+        try:
+            model = load_model(family, self._backend, checkpoint, model_config, progress)
+        except MemoryError as error:
+            raise ModelLoadError("Not enough memory for the model's weights; use a smaller model.") from error
+        self.weight_bytes: int = self._backend.ops.weight_bytes
+        self._sampled_vocab_size = sampled_vocab_size or model_config.vocab_size
+        self._backend.prepare(family, model, self._inputs, self._sampling, self._sampled_vocab_size)
+
+    @staticmethod
+    def kv_bytes_per_block(model_config: ModelConfig, block_size: int, kv_cache_dtype: str) -> int:
+        """Bytes that a block takes over all layers."""
+        return kv_bytes_per_block(
+            model_config.num_layers,
+            model_config.num_kv_heads,
+            model_config.head_dim,
+            block_size,
+            kv_cache_dtype,
+        )
+
+    @property
+    def event_fd(self) -> int | None:
+        return self._backend.event_fd
+
+    def start(self, batch: ScheduledBatch) -> None:
+        """Takes the batch's news into the state and submits the forward.
+
+        Raises:
+            RuntimeError: the phase before has not been waited for.
+            ValueError: the batch contradicts the state or exceeds the limits; nothing was submitted.
+        """
+        if self.in_flight:
+            raise RuntimeError("a phase is still running; wait for it first")
+        self._batch = batch
+        self._state.update(batch)
+        if batch.num_tokens > self._max_num_batched_tokens:
+            raise ValueError(
+                f"the batch has {batch.num_tokens} tokens, more than {self._max_num_batched_tokens}"
+            )
+        self._cache.copy_blocks(batch.block_copies)
+        self._state.fill(batch, self._inputs, self._sampling)
+        if self._rope.is_dynamic:
+            self._fill_dynamic_rope(batch)
+        if batch.rows:
+            self._backend.submit_forward()
+            self.in_flight = True
+
+    def sample(self) -> None:
+        """Submits logits and sampling of the step's output rows."""
+        if self.in_flight:
+            raise RuntimeError("a phase is still running; wait for it first")
+        if self._inputs.num_outputs:
+            self._backend.submit_sample()
+            self.in_flight = True
+
+    def wait(self) -> None:
+        """Blocks until the submitted phase is done."""
+        if self.in_flight:
+            self.in_flight = False
+            self._backend.wait()
+
+    def result(self) -> StepOutput:
+        """The step's tokens, after sampling is done."""
+        count, sampling = self._inputs.num_outputs, self._sampling
+        tokens = sampling.token[:count].tolist()
+        wanted = sampling.num_logprobs[:count].tolist()
+        return StepOutput(
+            token_ids=[[token] if token >= 0 else [] for token in tokens],
+            logprobs=[
+                [self._logprobs(row, wanted[row])] if wanted[row] >= 0 and token >= 0 else None
+                for row, token in enumerate(tokens)
+            ],
+            errors=[None if token >= 0 else NOT_FINITE for token in tokens],
+        )
+
+    def logits(self) -> np.ndarray:
+        """Logits of the step's output rows, float32 ``[outputs, vocab_size]``, after sampling is done."""
+        return self._backend.logits().copy()
+
+    def close(self) -> None:
+        """Waits for what runs and gives the event fd back. The runner is not used after."""
+        self.wait()
+        self._backend.close()
+
+    def _fill_dynamic_rope(self, batch: ScheduledBatch) -> None:
+        """Turns positions into rows of angles that depend on the sequence's length too."""
+        positions = self._inputs.rope_rows[: self._inputs.num_tokens]
+        lengths = np.maximum(self._state.prompt_lengths(batch), positions + 1)
+        positions[:] = self._rope.rows(positions, lengths)
+
+    def _logprobs(self, row: int, count: int) -> TokenLogprobs:
+        sampling, count = self._sampling, min(count, self._sampled_vocab_size)
+        return TokenLogprobs(
+            logprob=float(sampling.logprob[row]),
+            rank=int(sampling.rank[row]),
+            top_ids=sampling.top_ids[row, :count].tolist(),
+            top_logprobs=sampling.top_logprobs[row, :count].tolist(),
+        )
+
+
+def _make_backend(name: str, threads: int, max_tokens: int, max_outputs: int) -> Backend:
+    if name == "cpu":
+        return PlanBackend(threads=threads, max_tokens=max_tokens, max_outputs=max_outputs)
+    if name == "torch":
+        return TorchBackend()
+    raise ConfigError(f"backend must be cpu or torch, got {name!r}.")
+
+
+def _check_supported(config: ModelConfig) -> None:
+    if config.head_dim % 8 or not 0 < config.head_dim <= MAX_HEAD_DIM:
+        raise ModelLoadError(
+            f"head_dim {config.head_dim} is not supported; it must be a multiple of 8 up to {MAX_HEAD_DIM}."
+        )
+    if config.num_heads % config.num_kv_heads:
+        raise ModelLoadError(
+            f"num_heads {config.num_heads} is not a multiple of num_kv_heads {config.num_kv_heads}."
+        )
+    if config.rope.rotary_dim % 2 or not 0 < config.rope.rotary_dim <= config.head_dim:
+        raise ModelLoadError(
+            f"rotary_dim {config.rope.rotary_dim} is not supported; it must be even and at most head_dim "
+            f"{config.head_dim}."
+        )

@@ -1,0 +1,186 @@
+"""The runner's memory of sequences, against plain lists."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamllm.ops.kv_cache import KVCache
+from streamllm.ops.step_inputs import SamplingBuffers, StepInputs
+from streamllm.runner.batch_state import BatchState
+from streamllm.runner.messages import NewSequence, OutputRow, ScheduledBatch, ScheduledRow
+from streamllm.sampling_params import SamplingParams
+
+BLOCK = 16
+SLOTS = 5
+
+
+def make_inputs(max_tokens: int = 4096, slots: int = SLOTS) -> StepInputs:
+    cache = KVCache(
+        num_layers=1, num_blocks=4, block_size=BLOCK, num_kv_heads=1, head_dim=8, kv_cache_dtype="float32"
+    )
+    table = np.zeros((8, 4), np.float32)
+    return StepInputs.allocate(max_tokens, slots, table, table, cache)
+
+
+def new_sequence(slot: int, tokens: list[int], blocks: list[int], **changes) -> NewSequence:
+    fields = {
+        "sequence_id": 100 + slot,
+        "num_computed_tokens": 0,
+        "params": SamplingParams(),
+        "seed": 0,
+        "choice_index": 0,
+        "num_prompt_tokens": len(tokens),
+        **changes,
+    }
+    return NewSequence(slot=slot, token_ids=tokens, block_ids=blocks, **fields)
+
+
+@dataclass
+class Expected:
+    sequence_id: int
+    prompt: int
+    params: SamplingParams
+    tokens: list[int]
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_steps_match_plain_lists(data):
+    """Sequences come, grow, finish and hand their slots on; every array of every step is as lists say."""
+    state, inputs, sampling = BatchState(SLOTS), make_inputs(), SamplingBuffers.allocate(SLOTS)
+    live: dict[int, Expected] = {}
+    next_id, next_block = 0, 0
+    for step in range(data.draw(st.integers(1, 12))):
+        finished = [slot for slot in list(live) if data.draw(st.booleans())] if live else []
+        for slot in finished:
+            del live[slot]
+        batch = ScheduledBatch(step=step, finished_slots=finished)
+        slots = data.draw(st.permutations(range(SLOTS)))[: data.draw(st.integers(0, SLOTS))]
+        expected_rows = []
+        for slot in slots:
+            fresh = slot not in live
+            if fresh:
+                length = data.draw(st.integers(1, 70))
+                params = SamplingParams(temperature=data.draw(st.sampled_from([0.0, 0.5])), top_k=slot)
+                live[slot] = Expected(next_id, data.draw(st.integers(1, length)), params, list(range(length)))
+                next_id += 1
+            sequence = live[slot]
+            new_tokens = [] if fresh else data.draw(st.lists(st.integers(0, 999), max_size=40))
+            sequence.tokens += new_tokens
+            left = len(sequence.tokens) - sequence.computed
+            if left == 0:
+                new_tokens = [7]
+                sequence.tokens += new_tokens
+                left = 1
+            chunk = data.draw(st.integers(1, left))
+            known = len(sequence.blocks)
+            while len(sequence.blocks) * BLOCK < sequence.computed + chunk:
+                sequence.blocks.append(next_block := next_block + 1)
+            if fresh:
+                batch.new_sequences.append(
+                    new_sequence(
+                        slot,
+                        list(sequence.tokens),
+                        list(sequence.blocks),
+                        sequence_id=sequence.sequence_id,
+                        params=sequence.params,
+                        seed=-slot - 1,
+                        num_prompt_tokens=sequence.prompt,
+                    )
+                )
+            blocks = [] if fresh else sequence.blocks[known:]
+            batch.rows.append(ScheduledRow(slot, sequence.computed, chunk, new_tokens, blocks))
+            expected_rows.append((slot, sequence.computed, chunk))
+            sequence.computed += chunk
+            if sequence.computed == len(sequence.tokens):
+                batch.output_rows.append(OutputRow(len(batch.rows) - 1, sequence.sequence_id))
+        state.update(batch)
+        state.fill(batch, inputs, sampling)
+        check_step(batch, inputs, sampling, live, expected_rows)
+        assert state.num_sequences == len(live)
+        for slot, sequence in live.items():
+            assert state.token_ids(slot) == sequence.tokens
+            assert state.block_ids(slot) == sequence.blocks
+
+
+def check_step(batch, inputs, sampling, live, expected_rows):
+    tokens, positions, slots, query_start = [], [], [], [0]
+    for slot, start, chunk in expected_rows:
+        sequence = live[slot]
+        span = range(start, start + chunk)
+        tokens += [sequence.tokens[position] for position in span]
+        positions += span
+        slots += [sequence.blocks[position // BLOCK] * BLOCK + position % BLOCK for position in span]
+        query_start.append(len(tokens))
+    count = len(tokens)
+    assert (inputs.num_tokens, inputs.num_sequences) == (count, len(expected_rows))
+    assert inputs.token_ids[:count].tolist() == tokens
+    assert inputs.rope_rows[:count].tolist() == positions
+    assert inputs.slot_mapping[:count].tolist() == slots
+    assert inputs.query_start[: len(query_start)].tolist() == query_start
+    for index, (slot, start, chunk) in enumerate(expected_rows):
+        assert inputs.context_lens[index] == start + chunk
+        blocks = live[slot].blocks
+        table = (ctypes.c_int32 * len(blocks)).from_address(int(inputs.block_tables[index]))
+        assert list(table) == blocks
+    assert inputs.num_outputs == len(batch.output_rows)
+    for index, output in enumerate(batch.output_rows):
+        slot = batch.rows[output.row].slot
+        sequence = live[slot]
+        assert inputs.output_rows[index] == query_start[output.row + 1] - 1
+        assert sampling.position[index] == len(sequence.tokens) - sequence.prompt
+        assert sampling.temperature[index] == np.float32(sequence.params.temperature)
+        assert sampling.top_k[index] == slot
+        assert int(sampling.seed[index]) == 2**64 - slot - 1
+
+
+def test_a_taken_slot_and_an_empty_one_are_refused():
+    state = BatchState(2)
+    state.update(ScheduledBatch(0, new_sequences=[new_sequence(1, [1, 2], [0])]))
+    with pytest.raises(ValueError, match="slot 1 already holds sequence 101"):
+        state.update(ScheduledBatch(1, new_sequences=[new_sequence(1, [3], [1])]))
+    with pytest.raises(ValueError, match="slot 0 is scheduled but holds no sequence"):
+        state.update(ScheduledBatch(2, rows=[ScheduledRow(0, 0, 1, [], [])]))
+    state.update(ScheduledBatch(3, finished_slots=[0, 1, 1]))
+    assert state.num_sequences == 0
+
+
+def test_positions_without_a_block_are_refused():
+    state = BatchState(1)
+    batch = ScheduledBatch(
+        0, new_sequences=[new_sequence(0, list(range(17)), [0])], rows=[ScheduledRow(0, 0, 17, [], [])]
+    )
+    state.update(batch)
+    with pytest.raises(IndexError):
+        state.fill(batch, make_inputs(), SamplingBuffers.allocate(1))
+
+
+def test_a_step_of_256_decodes_is_prepared_in_a_millisecond():
+    state, inputs, sampling = BatchState(256), make_inputs(512, 256), SamplingBuffers.allocate(256)
+    state.update(
+        ScheduledBatch(
+            0, new_sequences=[new_sequence(slot, list(range(100)), list(range(30))) for slot in range(256)]
+        )
+    )
+    durations = []
+    for step in range(30):
+        batch = ScheduledBatch(
+            step,
+            rows=[ScheduledRow(slot, 100 + step, 1, [5], []) for slot in range(256)],
+            output_rows=[OutputRow(slot, 100 + slot) for slot in range(256)],
+        )
+        start = time.perf_counter()
+        state.update(batch)
+        state.fill(batch, inputs, sampling)
+        durations.append(time.perf_counter() - start)
+    print(f"best {min(durations) * 1e3:.3f} ms")
+    assert min(durations) < 2e-3
