@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI's routes over Starlette, server-sent events, metrics."""

@@ -1,0 +1,127 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from streamllm.errors import InvalidRequestError
+from streamllm.outputs import CompletionOutput
+from streamllm.sampling_params import MAX_LOGPROBS, SamplingParams
+from streamllm.server.body import read_body
+from streamllm.server.chunks import ChunkWriter
+from streamllm.server.generation import (
+    ResponseHead,
+    ServerState,
+    abort_all,
+    check_stream_options,
+    collect,
+    sampling_params,
+    submit,
+)
+from streamllm.server.logprobs import LogprobFormatter
+from streamllm.server.protocol import ChatRequest, decode_body
+from streamllm.server.sse import EventStream
+from streamllm.text.messages import check_template_kwargs
+
+ROLE_DELTA = b'"delta":{"role":"assistant","content":""}'
+
+
+async def chat_completions(request: Request) -> Response:
+    """One conversation, ``n`` answers: whole, or streamed as chunks."""
+    server: ServerState = request.app.state.server
+    body = await read_body(request, server.config.max_body_bytes)
+    return await server.in_flight.run(request.receive, _answer(server, decode_body(body, ChatRequest)))
+
+
+async def _answer(server: ServerState, request: ChatRequest) -> Response:
+    arrival_time = time.monotonic()
+    engine = server.engine
+    server.check_model(request.model)
+    check_stream_options(request)
+    params = _sampling_params(server, request)
+    prompt = await _render(server, request)
+    head = ResponseHead.make("chatcmpl", server.model_names[0])
+    streams = await submit(
+        engine, [prompt], params, response_id=head.id, field="messages", arrival_time=arrival_time
+    )
+    formatter = LogprobFormatter(engine.tokenizer, params)
+    if request.stream:
+        writer = ChunkWriter(
+            head,
+            object_name="chat.completion.chunk",
+            text_field=(b'"delta":{"content":', b"}"),
+            empty_text=b'"delta":{}',
+            first_text=lambda index: ROLE_DELTA,
+            format_logprobs=_chunk_logprobs(formatter) if request.logprobs else None,
+            options=request.stream_options,
+        )
+        return EventStream(
+            writer.frames(streams, params.n),
+            in_flight=server.in_flight,
+            release=lambda: abort_all(streams),
+        )
+    choices, usage = await collect(streams)
+    answer = head.body("chat.completion") | {
+        "choices": [_choice(choice, formatter, bool(request.logprobs)) for choice in choices],
+        "usage": usage,
+    }
+    return Response(orjson.dumps(answer), media_type="application/json")
+
+
+def _chunk_logprobs(formatter: LogprobFormatter) -> Any:
+    return lambda entries, output, progress: formatter.chat(entries, output)
+
+
+def _choice(output: CompletionOutput, formatter: LogprobFormatter, wants_logprobs: bool) -> dict[str, Any]:
+    return {
+        "index": output.index,
+        "message": {"role": "assistant", "content": output.text, "refusal": None},
+        "logprobs": formatter.chat(output.logprobs or [], output) if wants_logprobs else None,
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+    }
+
+
+def _sampling_params(server: ServerState, request: ChatRequest) -> SamplingParams:
+    renamed = {"logprobs": "top_logprobs"}
+    max_tokens = request.max_tokens
+    if request.max_completion_tokens is not None:
+        max_tokens = request.max_completion_tokens
+        renamed["max_tokens"] = "max_completion_tokens"
+    return sampling_params(
+        server.engine, request, max_tokens=max_tokens, logprobs=_num_logprobs(request), renamed=renamed
+    )
+
+
+def _num_logprobs(request: ChatRequest) -> int | None:
+    if request.logprobs:
+        return request.top_logprobs or 0
+    top = request.top_logprobs
+    if top and 0 < top <= MAX_LOGPROBS:
+        raise InvalidRequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    # Zero asks for nothing; what is out of range is refused as such.
+    return top or None
+
+
+async def _render(server: ServerState, request: ChatRequest) -> list[int]:
+    continues = bool(request.continue_final_message)
+    if continues and request.add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt exclude each other.",
+            param="continue_final_message",
+        )
+    adds = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    try:
+        return await server.engine.render_chat(
+            request.messages,
+            add_generation_prompt=adds,
+            continue_final_message=continues,
+            chat_template_kwargs=check_template_kwargs(request.chat_template_kwargs),
+        )
+    except RecursionError:
+        raise InvalidRequestError("messages are nested too deeply.", param="messages") from None

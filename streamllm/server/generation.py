@@ -1,0 +1,271 @@
+"""From a request's fields to running requests, and from their streams to one: what both routes share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from streamllm.errors import InvalidRequestError, RequestFailedError
+from streamllm.outputs import CompletionOutput, RequestOutput
+from streamllm.sampling_params import RequestOutputKind, SamplingParams
+from streamllm.server.in_flight import InFlight
+from streamllm.server.protocol import GenerationRequest
+
+if TYPE_CHECKING:
+    from streamllm.config import ServerConfig
+    from streamllm.engine.async_engine import AsyncEngine
+    from streamllm.engine.stream import RequestStream
+
+Prompt = str | list[int]
+
+SAMPLING_FIELDS = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
+"""Request fields that are sampling parameters under the same name."""
+
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
+"""Fields whose default the model's generation config may set."""
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """What the routes share: ``app.state.server``.
+
+    Attributes:
+        model_names: names that requests may use; the first is shown in answers.
+        created: start of the server, Unix time.
+    """
+
+    engine: AsyncEngine
+    config: ServerConfig
+    model_names: tuple[str, ...]
+    in_flight: InFlight
+    created: int
+
+    def check_model(self, name: str | None) -> None:
+        """
+        Raises:
+            InvalidRequestError: (404) the name is not one of ours. Leaving it out is allowed, as in vLLM.
+        """
+        if name is not None and name not in self.model_names:
+            names = ", ".join(f'"{known}"' for known in self.model_names)
+            raise InvalidRequestError(
+                f'The model "{name[:200]}" does not exist; served here: {names}.',
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+
+
+def check_stream_options(request: GenerationRequest) -> None:
+    """
+    Raises:
+        InvalidRequestError: ``stream_options`` without ``stream``.
+    """
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequestError(
+            "stream_options is only allowed when stream is true.", param="stream_options"
+        )
+
+
+def sampling_params(
+    engine: AsyncEngine,
+    request: GenerationRequest,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    renamed: dict[str, str],
+) -> SamplingParams:
+    """The sampling parameters of a request: its own values, then the model's, then OpenAI's defaults.
+
+    Args:
+        max_tokens: the limit, ``None`` for what the context leaves.
+        logprobs: alternatives per token, ``None`` for no logprobs.
+        renamed: parameter -> the field that the client wrote instead.
+
+    Raises:
+        InvalidRequestError: a value out of its range; ``param`` is the client's field.
+    """
+    values = {
+        name: engine.default_sampling[name] for name in MODEL_DEFAULTS if name in engine.default_sampling
+    }
+    for name in SAMPLING_FIELDS:
+        value = getattr(request, name)
+        if value is not None:
+            values[name] = value
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    try:
+        return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind)
+    except InvalidRequestError as error:
+        raise _renamed(error, renamed) from None
+
+
+def _renamed(error: InvalidRequestError, renamed: dict[str, str]) -> InvalidRequestError:
+    """The error in the client's words."""
+    field = renamed.get(error.param or "")
+    if field is None:
+        return error
+    message = error.message.replace(error.param or "", field, 1)
+    return InvalidRequestError(message, param=field, code=error.code, status=error.status)
+
+
+async def submit(
+    engine: AsyncEngine,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    response_id: str,
+    field: str,
+    arrival_time: float,
+    add_special_tokens: bool = True,
+) -> list[RequestStream]:
+    """Queue every prompt, or none.
+
+    Args:
+        field: the request's field that holds the prompts, for errors.
+        arrival_time: ``time.monotonic()`` when the request was read.
+
+    Raises:
+        InvalidRequestError: a prompt cannot be served; nothing stays queued.
+        EngineDeadError: the engine has stopped.
+    """
+    try:
+        return await engine.add_requests(
+            prompts,
+            [params] * len(prompts),
+            request_ids=[f"{response_id}-{index}" for index in range(len(prompts))],
+            add_special_tokens=add_special_tokens,
+            arrival_time=arrival_time,
+        )
+    except InvalidRequestError as error:
+        raise _in_field(error, field) from None
+
+
+def _in_field(error: InvalidRequestError, field: str) -> InvalidRequestError:
+    """The engine's error about a prompt, in the field where the client wrote it."""
+    param = error.param
+    if param is not None and param.startswith("prompt"):
+        param = field + param.removeprefix("prompt")
+    return InvalidRequestError(error.message, param=param, code=error.code, status=error.status)
+
+
+def abort_all(streams: Sequence[RequestStream]) -> None:
+    for stream in streams:
+        stream.abort()
+
+
+async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """(prompt's index, output) of all streams as they come.
+
+    Raises:
+        RequestFailedError, EngineDeadError: the first failure of any of them, or an abort that came from
+            the server.
+    """
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield 0, _unaborted(output)
+        return
+    # One output may wait: while the reader is slow the streams behind coalesce.
+    outputs: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=1)
+
+    async def pump(index: int, stream: RequestStream) -> None:
+        try:
+            async for output in stream:
+                await outputs.put((index, output))
+            await outputs.put((index, None))
+        except Exception as error:
+            await outputs.put((index, error))
+
+    pumps = [asyncio.ensure_future(pump(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        running = len(pumps)
+        while running:
+            index, news = await outputs.get()
+            if news is None:
+                running -= 1
+            elif isinstance(news, Exception):
+                raise news
+            else:
+                yield index, _unaborted(news)
+    finally:
+        for task in pumps:
+            task.cancel()
+
+
+def _unaborted(output: RequestOutput) -> RequestOutput:
+    if any(choice.finish_reason in ("abort", "error") for choice in output.outputs):
+        raise RequestFailedError("The request was aborted by the server.")
+    return output
+
+
+async def collect(streams: Sequence[RequestStream]) -> tuple[list[CompletionOutput], dict[str, Any]]:
+    """All choices, numbered over the prompts in order, and the usage. On any failure every request ends."""
+    usage = Usage(streams)
+    choices: list[CompletionOutput] = []
+    finished: dict[int, RequestOutput] = {}
+    try:
+        async with aclosing(merged(streams)) as outputs:
+            async for index, output in outputs:
+                finished[index] = output
+                usage.add(output)
+    finally:
+        abort_all(streams)
+    for index in range(len(streams)):
+        for choice in finished[index].outputs:
+            choice.index = len(choices)
+            choices.append(choice)
+    return choices, usage.body()
+
+
+class Usage:
+    """Counts tokens of the requests behind one response; a prompt counts once whatever its choices."""
+
+    def __init__(self, streams: Sequence[RequestStream]) -> None:
+        self._prompt_tokens = sum(len(stream.prompt_token_ids) for stream in streams)
+        self._completion_tokens = 0
+        self._cached_tokens: dict[str, int] = {}
+
+    def add(self, output: RequestOutput) -> None:
+        self._completion_tokens += sum(len(choice.token_ids) for choice in output.outputs)
+        self._cached_tokens[output.request_id] = output.num_cached_tokens
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
+        }
+
+
+@dataclass(frozen=True)
+class ResponseHead:
+    """What every object of one response repeats."""
+
+    id: str
+    created: int
+    model: str
+
+    @classmethod
+    def make(cls, prefix: str, model: str) -> ResponseHead:
+        return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
+
+    def body(self, object_name: str) -> dict[str, Any]:
+        return {"id": self.id, "object": object_name, "created": self.created, "model": self.model}

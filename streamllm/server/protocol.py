@@ -1,0 +1,292 @@
+"""Request bodies: their fields, and how a wrong one is reported.
+
+Every field of OpenAI's and vLLM's requests stands here once: it is honoured (a field of a struct below), not
+supported yet (``NOT_SUPPORTED_YET``: refused unless it has a neutral value), or without effect (``IGNORED``).
+A field that stands nowhere is ignored and logged once. Ranges are :class:`SamplingParams`' business.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from streamllm.errors import InvalidRequestError
+
+logger = logging.getLogger("streamllm.server")
+
+MAX_PROMPTS = 2048
+"""Prompts in one completions request."""
+
+NOT_SUPPORTED_YET: dict[str, tuple[Any, ...]] = {
+    # field -> values that change nothing, besides null
+    "add_special_tokens": (False,),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "cache_salt": (),
+    "chat_template": (),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "ec_transfer_params": (),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_reasoning": (True,),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprob_token_ids": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "repetition_detection": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_prompt_text": (False,),
+    "return_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "routed_experts_prompt_start": (),
+    "stream_interval": (1,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "thinking_token_budget": (-1,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "truncation_side": ("left", "right"),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+    "web_search_options": (),
+}
+
+IGNORED = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "session_id",
+        "store",
+        "user",
+    }
+)
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """``include_usage``: one more chunk with the usage at the end. ``continuous_usage_stats`` (vLLM's): the
+    usage so far in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """What both routes honour. ``None`` stands for a field left out: the model's sampling defaults apply,
+    then OpenAI's."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """Body of ``POST /v1/completions``; ``prompt`` is text, token ids, or a list of either."""
+
+    prompt: str | list[Any]
+    logprobs: int | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+Body = TypeVar("Body", bound=GenerationRequest)
+
+
+def field_support(body_type: type[msgspec.Struct]) -> dict[str, str]:
+    """Every known field of a route's body -> ``"honoured"``, ``"not supported yet"`` or ``"ignored"``."""
+    table = dict.fromkeys(NOT_SUPPORTED_YET, "not supported yet") | dict.fromkeys(IGNORED, "ignored")
+    return table | dict.fromkeys(body_type.__struct_fields__, "honoured")
+
+
+def decode_body(body: bytes, body_type: type[Body]) -> Body:
+    """The request in a body.
+
+    Of a key that stands twice the last value counts, as with OpenAI.
+
+    Raises:
+        InvalidRequestError: the body is not a JSON object, a field has the wrong type, is missing, or is not
+            supported yet.
+    """
+    values = _decode_json(body)
+    if not isinstance(values, dict):
+        raise InvalidRequestError(f"The body must be a JSON object, got {describe_kind(values)}.")
+    _refuse_unsupported(values, body_type)
+    try:
+        return msgspec.convert(values, body_type)
+    except msgspec.ValidationError as error:
+        raise _wrong_type(error) from None
+
+
+# -- values that cannot be honoured ------------------------------------------------------------------------
+
+_reported_fields: set[str] = set()
+
+
+def _refuse_unsupported(values: dict[str, Any], body_type: type[msgspec.Struct]) -> None:
+    support = field_support(body_type)
+    for name, value in values.items():
+        status = support.get(name)
+        if status is None:
+            _report_unknown(name)
+        elif status == "not supported yet" and value is not None:
+            neutral = NOT_SUPPORTED_YET[name]
+            if not any(_same(value, accepted) for accepted in neutral):
+                raise InvalidRequestError(_unsupported_message(name, neutral), param=name)
+
+
+def _unsupported_message(name: str, neutral: tuple[Any, ...]) -> str:
+    if not neutral:
+        return f"{name} is not supported yet; leave it out."
+    values = " or ".join(msgspec.json.encode(value).decode() for value in neutral)
+    return f"{name} is not supported yet; leave it out or send {values}."
+
+
+def _same(value: Any, accepted: Any) -> bool:
+    """Equality of JSON values: in Python ``False == 0``."""
+    return isinstance(value, bool) == isinstance(accepted, bool) and value == accepted
+
+
+def _report_unknown(name: str) -> None:
+    # The bound keeps clients that invent names from filling memory and logs.
+    if name not in _reported_fields and len(_reported_fields) < 200:
+        _reported_fields.add(name)
+        logger.warning("ignoring the unknown request field %.100r", name)
+
+
+# -- bodies that are not JSON ------------------------------------------------------------------------------
+
+_LONE_SURROGATE = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F]..)")
+
+
+def _decode_json(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except RecursionError:
+        raise InvalidRequestError("The body is nested too deeply.") from None
+    except msgspec.ValidationError:
+        raise _number_out_of_range(body) from None
+    except msgspec.DecodeError as error:
+        raise _malformed(body, str(error)) from None
+
+
+def _number_out_of_range(body: bytes) -> InvalidRequestError:
+    """msgspec does not say which field holds the number, so each is decoded alone."""
+    for name, raw in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
+        try:
+            msgspec.json.decode(raw)
+        except msgspec.ValidationError:
+            return InvalidRequestError(
+                f"{name[:100]} holds a number that is out of range; it must be finite.", param=name[:100]
+            )
+    return InvalidRequestError("The body holds a number that is out of range; it must be finite.")
+
+
+def _malformed(body: bytes, reason: str) -> InvalidRequestError:
+    if not body.strip():
+        return InvalidRequestError("The body is empty; a JSON object is expected.")
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        return InvalidRequestError(f"The body is not valid UTF-8 (byte {error.start}).")
+    if surrogate := _LONE_SURROGATE.search(body):
+        return InvalidRequestError(
+            f"The body is not valid JSON: lone surrogate in a string (byte {surrogate.start()})."
+        )
+    if match := re.search(r"JSON is malformed: (.*) \(byte (\d+)\)", reason):
+        # msgspec has already stepped over the first of trailing characters.
+        offset = int(match[2]) - (match[1] == "trailing characters")
+        return InvalidRequestError(f"The body is not valid JSON: {match[1]} (byte {offset}).")
+    return InvalidRequestError(f"The body is not complete JSON: it ends at byte {len(body)}.")
+
+
+# -- wrong types in JSON's words ---------------------------------------------------------------------------
+
+_KINDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+
+
+def describe_kind(value: Any) -> str:
+    """A JSON value's type for a message: ``"a string"``, ``"null"``."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    for kind, name in ((str, "a string"), (int, "an integer"), (float, "a number"), (list, "a list")):
+        if isinstance(value, kind):
+            return name
+    return "null" if value is None else "an object"
+
+
+def _wrong_type(error: msgspec.ValidationError) -> InvalidRequestError:
+    text = str(error)
+    if match := re.match(r"Object missing required field `(\w+)`", text):
+        return InvalidRequestError(f"{match[1]} is required.", param=match[1])
+    match = re.match(r"Expected `(.+?)`, got `(.+?)`(?: - at `\$\.?(.+)`)?$", text)
+    if match is None:
+        return InvalidRequestError(f"The body is not a valid request: {text}.")
+    allowed = [_KINDS.get(kind, kind) for kind in match[1].split(" | ") if kind != "null"]
+    got = {"bool": "a boolean", "float": "a decimal number"}.get(match[2], _KINDS.get(match[2], match[2]))
+    path = (match[3] or "body").replace("[...]", "")
+    return InvalidRequestError(f"{path} must be {' or '.join(allowed)}, got {got}.", param=path)

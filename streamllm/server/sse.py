@@ -1,0 +1,89 @@
+"""Server-sent events: a response that streams ready-made frames.
+
+Starlette's ``StreamingResponse`` and sse-starlette's ``EventSourceResponse`` do not fit: the first leaves its
+iterator to the garbage collector when the client goes away while a chunk is sent, the second starts four
+tasks a request and a cancel scope a chunk, and ends streams at SIGTERM by a patch of uvicorn. Here one task
+sends and one listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from typing import Any
+
+import orjson
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from streamllm.server.errors import body_of_failure
+from streamllm.server.in_flight import InFlight, ServerStoppingError
+
+logger = logging.getLogger("streamllm.server")
+
+DONE = b"data: [DONE]\n\n"
+FAREWELL_TIMEOUT = 1.0
+"""Seconds that a client gets to take the last event when the server stops."""
+
+
+def frame(event: Any) -> bytes:
+    """One event with a JSON payload."""
+    return b"data: " + orjson.dumps(event) + b"\n\n"
+
+
+class EventStream(Response):
+    """Streams frames until they end, the client leaves, or the server's time is over.
+
+    A failure becomes one event ``{"error": ...}``; ``[DONE]`` is always last.
+
+    Args:
+        frames: yields whole frames as bytes; closed in every case.
+        release: called once at the end, whatever happened.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, frames: AsyncGenerator[bytes, None], *, in_flight: InFlight, release: Callable[[], None]
+    ) -> None:
+        self.frames = frames
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._in_flight = in_flight
+        self._release = release
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._in_flight.run(receive, self._send_frames(send))
+        except ClientDisconnect:
+            logger.debug("a client left its stream")
+        except ServerStoppingError as error:
+            if not self._started:
+                raise
+            with suppress(asyncio.TimeoutError):
+                farewell = self._send_end(send, frame(body_of_failure(error)[1]) + DONE)
+                await asyncio.wait_for(farewell, FAREWELL_TIMEOUT)
+        finally:
+            self._release()
+
+    async def _send_frames(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        self._started = True
+        end = DONE
+        try:
+            async with aclosing(self.frames):
+                async for data in self.frames:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        except Exception as error:
+            end = frame(body_of_failure(error)[1]) + DONE
+        await self._send_end(send, end)
+
+    @staticmethod
+    async def _send_end(send: Send, data: bytes) -> None:
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

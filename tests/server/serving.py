@@ -1,0 +1,174 @@
+"""A real server on a loopback port, over the real engine and a model that follows a script."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+from helpers.byte_tokenizer import ByteTokenizer
+from helpers.fake_model import FakeExecutor, FakeRunner
+
+from streamllm.config import EngineConfig, ServerConfig
+from streamllm.engine.async_engine import AsyncEngine
+from streamllm.runner.messages import ScheduledBatch, StepOutput, TokenLogprobs
+from streamllm.server.run import Server, make_server
+from streamllm.text.chat_template import ChatTemplate
+
+MODEL = "fake-model"
+TEXT = "The ďá 漢字 😀 answer of a scripted model, long enough for every test. "
+
+Script = Callable[[int, int], int]
+"""(choice's number, output position) -> token id."""
+
+
+def text_script(text: str, *, ends: bool = False) -> Script:
+    """The bytes of a text, over and over, or followed by EOS; each choice starts one character later."""
+
+    def token(choice: int, position: int) -> int:
+        data = text[choice:].encode()
+        if ends and position >= len(data):
+            return 256
+        return data[position % len(data)]
+
+    return token
+
+
+class ScriptedRunner(FakeRunner):
+    """Says what the script says. Its logprobs: -0.5 for the sampled token, then -inf for as many as asked."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(block_size=16, max_num_batched_tokens=64)
+        self.script = script
+        self._prompt_lengths: dict[int, int] = {}
+
+    def step(self, batch: ScheduledBatch) -> StepOutput:
+        for new in batch.new_sequences:
+            self._prompt_lengths[new.sequence_id] = new.num_prompt_tokens
+        output = super().step(batch)
+        for index, row in enumerate(batch.output_rows):
+            state = self.slots[batch.rows[row.row].slot]
+            position = len(state.token_ids) - self._prompt_lengths[row.sequence_id]
+            token_id = self.script(state.choice_index, position)
+            output.token_ids[index] = [token_id]
+            if state.num_logprobs is not None:
+                others = [(token_id + 1 + rank) % 256 for rank in range(state.num_logprobs)]
+                ids, values = [token_id, *others], [-0.5, *(float("-inf") for _ in others)]
+                count = state.num_logprobs
+                output.logprobs[index] = [TokenLogprobs(-0.5, 1, ids[:count], values[:count])]
+        return output
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The events of a streamed response; [DONE] must stand once, last."""
+    blocks = response.text.split("\n\n")
+    assert blocks.pop() == ""
+    assert all(block.startswith("data: ") for block in blocks)
+    assert blocks[-1] == "data: [DONE]" and blocks.count("data: [DONE]") == 1
+    return [json.loads(block[6:]) for block in blocks[:-1]]
+
+
+class RunningServer:
+    """A server in a thread of its own."""
+
+    def __init__(self, engine: AsyncEngine, executor: FakeExecutor, config: ServerConfig) -> None:
+        self.engine = engine
+        self.executor = executor
+        self.server: Server = make_server(engine, config)
+        sock = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [sock]}, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        self.wait_for(lambda: self.server.started)
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.join()
+
+    def join(self, timeout: float = 10.0) -> None:
+        self._thread.join(timeout)
+        assert not self._thread.is_alive()
+
+    @staticmethod
+    def wait_for(condition: Callable[[], bool], timeout: float = 5.0) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen in time"
+            time.sleep(0.005)
+
+    def is_idle(self) -> bool:
+        stats = self.engine.stats()
+        return stats.num_running == stats.num_waiting == stats.num_used_blocks == 0
+
+    def wait_idle(self, timeout: float = 1.0) -> None:
+        self.wait_for(self.is_idle, timeout)
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        """POST a body: bytes as they are, anything else as JSON."""
+        content = {"content": body} if isinstance(body, bytes) else {"json": body}
+        return httpx.post(self.url + path, timeout=10, **content)
+
+    def canary(self) -> None:
+        """The server still answers as ever and holds nothing."""
+        self.wait_idle()
+        body = {"prompt": "canary", "temperature": 0, "max_tokens": 4}
+        answer = self.post("/v1/completions", body)
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["text"] == bytes(
+            self.executor.runner.script(0, position) for position in range(4)
+        ).decode("utf-8", "replace")
+        assert httpx.get(self.url + "/health").status_code == 200
+        self.wait_idle()
+
+
+def make_engine(
+    *,
+    script: Script | None = None,
+    step_seconds: float = 0.0,
+    max_num_seqs: int = 8,
+    chat_template: bool = True,
+) -> tuple[AsyncEngine, FakeExecutor]:
+    """The real engine over a scripted model: 257 tokens, 512 blocks of 16, contexts of 4096."""
+    tokenizer = ByteTokenizer()
+    executor = FakeExecutor(ScriptedRunner(script or text_script(TEXT)), step_seconds)
+    engine = AsyncEngine(
+        config=EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=64),
+        model_name=MODEL,
+        model_config=SimpleNamespace(eos_token_ids=(), vocab_size=257),
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate(tokenizer.chat_template, {}) if chat_template else None,
+        executor=executor,
+        num_blocks=512,
+        max_model_len=4096,
+        default_sampling={},
+    )
+    return engine, executor
+
+
+@contextlib.contextmanager
+def run_server(
+    *,
+    script: Script | None = None,
+    step_seconds: float = 0.0,
+    max_num_seqs: int = 8,
+    chat_template: bool = True,
+    **server_settings: Any,
+) -> Iterator[RunningServer]:
+    """A server in this process; ``server_settings`` are ServerConfig's."""
+    engine, executor = make_engine(
+        script=script, step_seconds=step_seconds, max_num_seqs=max_num_seqs, chat_template=chat_template
+    )
+    running = RunningServer(engine, executor, ServerConfig(**server_settings))
+    running.start()
+    try:
+        yield running
+    finally:
+        running.stop()
