@@ -9,7 +9,7 @@ import difflib
 import threading
 import weakref
 from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from streamllm.config import EngineConfig, settings_of
 from streamllm.errors import ConfigError, InvalidRequestError
@@ -68,8 +68,9 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or parameter is wrong; nothing was generated.
         """
-        singles = [prompts] if isinstance(prompts, (str, dict)) or _is_token_ids(prompts) else list(prompts)
-        inputs = [_prompt_input(prompt, index) for index, prompt in enumerate(singles)]
+        one = isinstance(prompts, (str, dict)) or _is_token_ids(prompts)
+        several = cast("Sequence[Prompt]", [prompts] if one else prompts)
+        inputs = [_prompt_input(prompt, index) for index, prompt in enumerate(several)]
         params = self._params_for(sampling_params, len(inputs))
         return self._call(self._run(inputs, params, use_tqdm=use_tqdm, add_special_tokens=True))
 
@@ -160,17 +161,11 @@ class LLM:
     ) -> list[RequestOutput]:
         from tqdm import tqdm
 
-        streams = []
         outputs = []
         # disable=None hides the bar where standard error is no terminal.
         with tqdm(total=len(inputs), desc="prompts", disable=None if use_tqdm else True) as bar:
+            streams = await self._engine.add_requests(inputs, params, add_special_tokens=add_special_tokens)
             try:
-                for prompt, prompt_params in zip(inputs, params, strict=True):
-                    streams.append(
-                        await self._engine.add_request(
-                            prompt, prompt_params, add_special_tokens=add_special_tokens
-                        )
-                    )
                 for stream in streams:
                     outputs.append(await anext(stream))
                     bar.update()

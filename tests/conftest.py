@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests import `helpers` from here
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "loadtest")]  # tests import `helpers` and the load test's modules
 
 
 @pytest.fixture(scope="session")

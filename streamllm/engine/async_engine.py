@@ -15,6 +15,7 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as SequenceType
 from typing import TYPE_CHECKING, Any
 
 from streamllm.config import EngineConfig
@@ -30,7 +31,7 @@ from streamllm.errors import EngineDeadError, InvalidRequestError
 from streamllm.outputs import RequestMetrics, RequestOutput
 from streamllm.sampling_params import SamplingParams
 from streamllm.text.chat_template import ChatTemplate
-from streamllm.text.messages import normalise_messages
+from streamllm.text.messages import check_template_kwargs, normalise_messages
 from streamllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -150,24 +151,60 @@ class AsyncEngine:
             InvalidRequestError: it can never be served as written; nothing was queued.
             EngineDeadError: the engine has stopped.
         """
+        streams = await self.add_requests(
+            [prompt],
+            [params],
+            request_ids=[request_id] if request_id else None,
+            add_special_tokens=add_special_tokens,
+            arrival_time=arrival_time,
+        )
+        return streams[0]
+
+    async def add_requests(
+        self,
+        prompts: SequenceType[str | list[int]],
+        params: SequenceType[SamplingParams],
+        *,
+        request_ids: SequenceType[str] | None = None,
+        add_special_tokens: bool = True,
+        arrival_time: float | None = None,
+    ) -> list[RequestStream]:
+        """Queue several requests, or none of them; see :meth:`add_request`.
+
+        Raises:
+            InvalidRequestError: one of them cannot be served; among several, ``param`` is ``prompt[index]``.
+            EngineDeadError: the engine has stopped.
+        """
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self._check_alive()
-        self._admission.check_params(params)
-        text, token_ids = None, prompt
-        if isinstance(prompt, str):
-            text = prompt
-            token_ids = await self._encode(prompt, add_special_tokens=add_special_tokens)
-        token_ids = self._admission.check_token_ids(token_ids)
-        request_id = request_id or uuid.uuid4().hex
+        token_ids = []
+        for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                self._admission.check_params(prompt_params)
+                if isinstance(prompt, str):
+                    prompt = await self._encode(prompt, add_special_tokens=add_special_tokens)
+                token_ids.append(self._admission.check_token_ids(prompt))
+            except InvalidRequestError as error:
+                raise error if len(prompts) == 1 else error.at_index("prompt", index) from None
         self._check_alive()
-        if request_id in self._requests:
-            raise InvalidRequestError(f"a request with the id {request_id!r} is running.", param="request_id")
-        request = self._make_request(request_id, text, token_ids, params, arrival_time)
-        self._requests[request_id] = request
-        for sequence in request.sequences:
-            self._scheduler.add(sequence)
+        request_ids = request_ids or [uuid.uuid4().hex for _ in prompts]
+        for request_id in request_ids:
+            if request_id in self._requests:
+                raise InvalidRequestError(
+                    f"a request with the id {request_id!r} is running.", param="request_id"
+                )
+        streams = []
+        for request_id, prompt, ids, prompt_params in zip(
+            request_ids, prompts, token_ids, params, strict=True
+        ):
+            text = prompt if isinstance(prompt, str) else None
+            request = self._make_request(request_id, text, ids, prompt_params, arrival_time)
+            self._requests[request_id] = request
+            for sequence in request.sequences:
+                self._scheduler.add(sequence)
+            streams.append(request.stream)
         self._work.set()
-        return request.stream
+        return streams
 
     async def generate(
         self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
@@ -217,10 +254,10 @@ class AsyncEngine:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
-                **(chat_template_kwargs or {}),
+                **check_template_kwargs(chat_template_kwargs),
             )
             self._admission.check_text(text)
-            return self._encode_rendered(text)
+            return self.tokenizer.encode_chat(text)
 
         size = sum(len(str(message)) for message in messages)
         return render() if size < LONG_TEXT else await asyncio.to_thread(render)
@@ -297,13 +334,6 @@ class AsyncEngine:
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-
-    def _encode_rendered(self, text: str) -> list[int]:
-        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
-        bos = self.tokenizer.bos_token_id
-        if self.tokenizer.adds_bos and bos is not None and token_ids[:1] != [bos]:
-            return [bos, *token_ids]
-        return token_ids
 
     def _make_request(
         self,

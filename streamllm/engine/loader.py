@@ -10,6 +10,7 @@ import sys
 from streamllm.config import EngineConfig
 from streamllm.engine.async_engine import AsyncEngine
 from streamllm.engine.memory import available_memory, gib, longest_sequence, num_kv_blocks
+from streamllm.errors import ModelLoadError
 from streamllm.models.checkpoint import Checkpoint, open_checkpoint
 from streamllm.models.model_config import ModelConfig
 from streamllm.runner.executor import Executor
@@ -41,7 +42,7 @@ def load_engine(config: EngineConfig) -> AsyncEngine:
         available=available,
     )
     max_model_len = longest_sequence(
-        config, model_limit=model_config.max_position_embeddings, num_blocks=num_blocks
+        config, model_limit=model_config.context_length, num_blocks=num_blocks
     )
     runner = ModelRunner(
         model_config,
@@ -63,11 +64,11 @@ def load_engine(config: EngineConfig) -> AsyncEngine:
         files.served_name, gib(runner.weight_bytes), gib(num_blocks * bytes_per_block), num_blocks,
         config.block_size, num_blocks * config.block_size, max_model_len, threads,
     )  # fmt: skip
-    if config.max_model_len is None and max_model_len < model_config.max_position_embeddings:
+    if config.max_model_len is None and max_model_len < model_config.context_length:
         logger.warning(
             "the KV pool holds sequences of %d tokens, the model would allow %d; raise "
             "--kv-cache-memory-bytes for longer ones",
-            max_model_len, model_config.max_position_embeddings,
+            max_model_len, model_config.context_length,
         )  # fmt: skip
     return AsyncEngine(
         config=config,
@@ -100,7 +101,11 @@ def _load_tokenizer(files: ModelFiles) -> Tokenizer:
 def _load_chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
     if tokenizer.chat_template is None:
         return None
-    return ChatTemplate(tokenizer.chat_template, tokenizer.special_token_strings)
+    try:
+        return ChatTemplate(tokenizer.chat_template, tokenizer.special_token_strings)
+    except ModelLoadError as error:
+        logger.warning("no chat with this model, completions only: %s", error)
+        return None
 
 
 def _float32_bytes(checkpoint: Checkpoint) -> int:

@@ -1,0 +1,171 @@
+"""Greedy tokens against Transformers, float32; and our own runs of one request against each other, exactly."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+from helpers.reference import assert_greedy, load_transformers, teacher_forced_logits
+from helpers.tiny_models import make_tiny_model
+
+from streamllm import LLM, SamplingParams
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+
+
+def prompts_of(lengths: list[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(20, vocab_size) for _ in range(length)] for length in lengths]
+
+
+def run(llm: LLM, prompts: list[list[int]], params: SamplingParams, *, together: bool = True) -> list:
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    if together:
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+    else:
+        outputs = [llm.generate(one, params, use_tqdm=False)[0] for one in inputs]
+    return [output.outputs[0] for output in outputs]
+
+
+def same(left, right) -> None:
+    """Token for token and bit for bit."""
+    assert left.token_ids == right.token_ids
+    assert left.text == right.text
+    assert left.logprobs == right.logprobs
+
+
+@functools.cache
+def tiny(family: str, tmp_root: str):
+    from pathlib import Path
+
+    return make_tiny_model(Path(tmp_root) / family, family)
+
+
+@pytest.fixture(scope="module")
+def tiny_root(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("tiny"))
+
+
+def check_family(path, budget: int, lengths: list[int], *, together: bool) -> None:
+    llm = LLM(str(path), dtype="float32", max_num_batched_tokens=budget, seed=0)
+    try:
+        reference = load_transformers(path)
+        prompts = prompts_of(lengths, reference.config.vocab_size)
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        outputs = run(llm, prompts, params, together=together)
+        differing = 0
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert len(output.token_ids) == 24
+            differing += assert_greedy(reference, prompt, output.token_ids)
+        # A test in which everything is a near tie would prove nothing.
+        assert differing <= len(prompts)
+    finally:
+        llm.shutdown()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("budget", [16, 2048])
+def test_tiny_models_agree_with_transformers(family, budget, tiny_root):
+    check_family(tiny(family, tiny_root), budget, [1, 2, 15, 16, 17, 100, 333], together=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("budget", [16, 64, 2048])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tiny_models_agree_with_transformers_everywhere(family, budget, together, tiny_root):
+    lengths = [1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 700, 1100, 1500]
+    check_family(tiny(family, tiny_root), budget, lengths, together=together)
+
+
+@pytest.fixture(scope="module")
+def default_reference(default_model_path):
+    return load_transformers(default_model_path)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    llm = LLM(dtype="float32")
+    yield llm
+    llm.shutdown()
+
+
+def test_the_default_model_agrees_with_transformers(llm, default_reference):
+    texts = ["The capital of France is", "def fibonacci(n):\n", "Once upon a time, " * 30]
+    prompts = [llm.get_tokenizer().encode(text) for text in texts] + prompts_of([1, 17, 257], 49_000)
+    outputs = run(llm, prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_greedy(default_reference, prompt, output.token_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("budget", [16, 64, 2048])
+def test_the_default_model_agrees_with_transformers_everywhere(budget, together, default_reference):
+    llm = LLM(dtype="float32", max_num_batched_tokens=budget)
+    prompts = prompts_of([1, 2, 16, 17, 64, 255, 256, 257, 600, 1000, 1500], 49_000, seed=budget)
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    for prompt, output in zip(prompts, run(llm, prompts, params, together=together), strict=True):
+        assert_greedy(default_reference, prompt, output.token_ids)
+    llm.shutdown()
+
+
+def test_logprobs_are_those_of_transformers(llm, default_reference):
+    import torch
+
+    prompt = llm.get_tokenizer().encode("The three primary colours are")
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=5)
+    (output,) = run(llm, [prompt], params)
+    expected = torch.log_softmax(
+        torch.tensor(teacher_forced_logits(default_reference, prompt, output.token_ids)).double(), -1
+    )
+    assert output.logprobs is not None
+    total = 0.0
+    for position, entry in enumerate(output.logprobs):
+        assert next(iter(entry)) == output.token_ids[position]
+        total += entry[output.token_ids[position]].logprob
+        top = expected[position].topk(5)
+        assert [t for t in sorted(entry, key=lambda t: entry[t].rank)] == top.indices.tolist()
+        for token_id, logprob in entry.items():
+            assert logprob.logprob == pytest.approx(float(expected[position, token_id]), abs=1e-4)
+    assert output.cumulative_logprob == pytest.approx(total)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.9, "seed": 7}])
+def test_a_request_gives_the_same_bits_alone_in_a_batch_and_in_any_chunks(sampling, llm):
+    prompts = prompts_of([5, 40, 90, 16, 17, 130], 49_000, seed=3)
+    params = SamplingParams(max_tokens=12, logprobs=3, ignore_eos=True, **sampling)
+    alone = run(llm, prompts, params, together=False)
+    for left, right in zip(alone, run(llm, prompts, params), strict=True):
+        same(left, right)
+    for budget in (7, 33):
+        other = LLM(dtype="float32", max_num_batched_tokens=budget, threads=1)
+        for left, right in zip(alone, run(other, prompts, params), strict=True):
+            same(left, right)
+        other.shutdown()
+
+
+def test_preemption_changes_nothing(llm):
+    prompts = prompts_of([40, 50, 60, 70], 49_000, seed=4)
+    params = SamplingParams(max_tokens=60, temperature=0.8, seed=11, logprobs=0, ignore_eos=True)
+    alone = run(llm, prompts, params, together=False)
+    small = LLM(dtype="float32", num_kv_blocks=16, max_model_len=256)
+    pressed = run(small, prompts, params)
+    assert small._engine.stats().num_preemptions > 0
+    for left, right in zip(alone, pressed, strict=True):
+        same(left, right)
+    small.shutdown()
+
+
+def test_seeds(llm):
+    def texts(**fields) -> list[str]:
+        params = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True, **fields)
+        return [choice.text for choice in llm.generate("Once upon a time", params, use_tqdm=False)[0].outputs]
+
+    four = texts(seed=5, n=4)
+    assert len(set(four)) == 4
+    assert texts(seed=5, n=4) == four
+    assert texts(seed=5) == four[:1]
+    assert texts(seed=6) != four[:1]
+    assert texts() != texts()
