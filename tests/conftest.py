@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "loadtest")]  # tests import `helpers` and the load test's modules
+# Tests import `helpers`, and the load test's modules by name, as its scripts do.
+sys.path[:0] = [str(HERE), str(HERE.parent / "loadtest")]
 
 
 @pytest.fixture(scope="session")

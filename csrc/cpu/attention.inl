@@ -31,56 +31,70 @@ struct Range {  // of keys, relative to the partition
   int begin, end;
 };
 
-// scores[r][16 * t + lane] = q[r] . key, for kScoreTiles key tiles.
-template <int ROWS, typename KV>
-inline void score_tiles(const float* q, int head_dim, const KV* const* tiles, float* scores) {
+// Key tiles that are scored together, and what is read after them.
+template <typename KV>
+struct TileGroup {
+  const KV* keys[kScoreTiles];
+  const KV* values[kScoreTiles];
+  const KV* next_keys[kScoreTiles];
+};
+
+// scores[r][16 * t + lane] = q[r] . key, for kScoreTiles key tiles. FETCH: the first to read them, so that
+// their values and the next keys are fetched along the way.
+template <int ROWS, bool FETCH, typename KV>
+[[gnu::flatten, gnu::noinline]] void score_tiles(const float* q, int head_dim, const TileGroup<KV>& group,
+                                                 float* scores) {
   Vec16 sum[ROWS][kScoreTiles];
-  for (int r = 0; r < ROWS; ++r) {
-    for (int t = 0; t < kScoreTiles; ++t) sum[r][t] = splat(0.0f);
-  }
+  unroll<ROWS>([&](int r) { unroll<kScoreTiles>([&](int t) { sum[r][t] = splat(0.0f); }); });
   for (int d = 0; d < head_dim; ++d) {
     Vec16 key[kScoreTiles];
-    for (int t = 0; t < kScoreTiles; ++t) key[t] = load(tiles[t] + d * kKeyTile);
-    for (int r = 0; r < ROWS; ++r) {
+    unroll<kScoreTiles>([&](int t) {
+      key[t] = load(group.keys[t] + d * kKeyTile);
+      if constexpr (FETCH) {
+        prefetch(group.values[t] + d * kKeyTile);
+        prefetch(group.next_keys[t] + d * kKeyTile);
+      }
+    });
+    unroll<ROWS>([&](int r) {
       const Vec16 value = splat(q[r * head_dim + d]);
-      for (int t = 0; t < kScoreTiles; ++t) sum[r][t] = fma(value, key[t], sum[r][t]);
-    }
+      unroll<kScoreTiles>([&](int t) { sum[r][t] = fma(value, key[t], sum[r][t]); });
+    });
   }
-  for (int r = 0; r < ROWS; ++r) {
-    for (int t = 0; t < kScoreTiles; ++t) store(scores + r * kPartition + t * kKeyTile, sum[r][t]);
-  }
+  unroll<ROWS>([&](int r) {
+    unroll<kScoreTiles>([&](int t) { store(scores + r * kPartition + t * kKeyTile, sum[r][t]); });
+  });
 }
 
 // out[r][0 : 16 * SLICES] += p[r][key] * value[key], keys in order.
 template <int ROWS, int SLICES, bool LOW8, typename KV>
-inline void add_values(const float* p, const KV* const* tiles, Range keys, int head_dim, int dim, float* out,
-                       int out_stride) {
+[[gnu::flatten, gnu::noinline]] void add_values(const float* p, const KV* const* tiles, Range keys, int head_dim,
+                                                int dim, float* out, int out_stride) {
   Vec16 sum[ROWS][SLICES];
-  for (int r = 0; r < ROWS; ++r) {
-    for (int s = 0; s < SLICES; ++s) sum[r][s] = load(out + r * out_stride + s * 16);
-  }
+  unroll<ROWS>([&](int r) {
+    unroll<SLICES>([&](int s) { sum[r][s] = load(out + r * out_stride + s * 16); });
+  });
   for (int key = keys.begin; key < keys.end;) {
     const int tile_end = (key / kKeyTile + 1) * kKeyTile;
     const int end = tile_end < keys.end ? tile_end : keys.end;
     const KV* row = tiles[key / kKeyTile] + key % kKeyTile * head_dim + dim;
     for (; key < end; ++key, row += head_dim) {
       Vec16 value[SLICES];
-      for (int s = 0; s < SLICES; ++s) {
+      unroll<SLICES>([&](int s) {
         if constexpr (LOW8) {
           value[s] = load_low8(row);
         } else {
           value[s] = load(row + s * 16);
         }
-      }
-      for (int r = 0; r < ROWS; ++r) {
+      });
+      unroll<ROWS>([&](int r) {
         const Vec16 weight = splat(p[r * kPartition + key]);
-        for (int s = 0; s < SLICES; ++s) sum[r][s] = fma(weight, value[s], sum[r][s]);
-      }
+        unroll<SLICES>([&](int s) { sum[r][s] = fma(weight, value[s], sum[r][s]); });
+      });
     }
   }
-  for (int r = 0; r < ROWS; ++r) {
-    for (int s = 0; s < SLICES; ++s) store(out + r * out_stride + s * 16, sum[r][s]);
-  }
+  unroll<ROWS>([&](int r) {
+    unroll<SLICES>([&](int s) { store(out + r * out_stride + s * 16, sum[r][s]); });
+  });
 }
 
 template <int ROWS, typename KV>
@@ -192,16 +206,25 @@ inline void attend_block(const AttentionArgs& args, const PartitionTiles<KV>& ti
   }
   if (any.begin >= any.end) return;
 
-  for (int tile = any.begin / kKeyTile; tile <= (any.end - 1) / kKeyTile; tile += kScoreTiles) {
-    const KV* group[kScoreTiles];
+  const int last_tile = (any.end - 1) / kKeyTile;
+  for (int tile = any.begin / kKeyTile; tile <= last_tile; tile += kScoreTiles) {
+    TileGroup<KV> group;
     for (int t = 0; t < kScoreTiles; ++t) {
-      const int wanted = tile + t;
-      // A group that sticks out computes its first tile again; nobody reads those scores.
-      group[t] = wanted < kPartitionTiles && tiles.keys[wanted] != nullptr ? tiles.keys[wanted] : tiles.keys[tile];
+      // Past the last visible tile any other will do: nobody reads those scores.
+      const int current = tile + t < last_tile ? tile + t : last_tile;
+      const int next = current + kScoreTiles < last_tile ? current + kScoreTiles : last_tile;
+      group.keys[t] = tiles.keys[current];
+      group.values[t] = tiles.values[current];
+      group.next_keys[t] = tiles.keys[next];
     }
+    const float* q = scratch.q + row * args.head_dim;
     float* scores = scratch.scores + tile * kKeyTile;
     with_rows(rows, [&]<int ROWS>() {
-      score_tiles<ROWS>(scratch.q + row * args.head_dim, args.head_dim, group, scores);
+      if (row == 0) {
+        score_tiles<ROWS, true>(q, args.head_dim, group, scores);
+      } else {
+        score_tiles<ROWS, false>(q, args.head_dim, group, scores);
+      }
     });
   }
 

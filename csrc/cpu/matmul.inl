@@ -13,7 +13,7 @@ inline constexpr int64_t kDepth = 1024;
 
 // How far ahead weights are fetched, in steps of k: some 100 ns, however many rows share a step.
 template <int ROWS>
-inline constexpr int64_t kPrefetchRows = ROWS <= 2 ? PF1 : ROWS <= 6 ? PF2 : PF3;
+inline constexpr int64_t kPrefetchSteps = ROWS <= 2 ? PF1 : ROWS <= 6 ? PF2 : PF3;
 
 // Consecutive 16-column slices of `out` over one stretch of the k axis.
 struct LinearTile {
@@ -31,52 +31,52 @@ struct LinearTile {
 };
 
 template <int ROWS, int SLICES>
-void linear_tile(const LinearTile& tile) {
+[[gnu::flatten]] void linear_tile(const LinearTile& tile) {
   const float* w[SLICES];
-  for (int s = 0; s < SLICES; ++s) {
+  Vec16 sum[ROWS][SLICES];
+  unroll<SLICES>([&](int s) {
     const int slice = tile.first_half + s;
     w[s] = tile.panel + (slice / 2) * tile.panel_stride + (slice % 2) * 16;
-  }
-  Vec16 sum[ROWS][SLICES];
-  for (int r = 0; r < ROWS; ++r) {
-    for (int s = 0; s < SLICES; ++s) {
+    const int64_t columns = tile.columns - s * 16;
+    unroll<ROWS>([&](int r) {
       sum[r][s] = splat(0.0f);
-      const int64_t columns = tile.columns - s * 16;
-      if (!tile.resume || columns <= 0) continue;
+      if (!tile.resume || columns <= 0) return;
       const float* source = tile.out + r * tile.out_stride + s * 16;
       sum[r][s] = columns >= 16 ? load(source) : load_partial(source, static_cast<int>(columns));
-    }
-  }
+    });
+  });
+
   const float* x = tile.x;
-  const int64_t x_stride = tile.x_stride;
-  for (int64_t i = 0; i < tile.depth; ++i) {
+  const int64_t x_stride = tile.x_stride, depth = tile.depth;
+  for (int64_t i = 0; i < depth; ++i) {
     Vec16 weight[SLICES];
-    for (int s = 0; s < SLICES; ++s) {
+    unroll<SLICES>([&](int s) {
       weight[s] = load(w[s] + i * kPanelColumns);
-      prefetch(w[s] + (i + kPrefetchRows<ROWS>) * kPanelColumns);
+      prefetch(w[s] + (i + kPrefetchSteps<ROWS>) * kPanelColumns);
       // The other half of the panel is read right after this one.
-      if constexpr (SLICES == 1) prefetch(w[s] + (i + kPrefetchRows<ROWS>) * kPanelColumns + 16);
-    }
-    for (int r = 0; r < ROWS; ++r) {
+      if constexpr (SLICES == 1) prefetch(w[s] + (i + kPrefetchSteps<ROWS>) * kPanelColumns + 16);
+    });
+    unroll<ROWS>([&](int r) {
       const Vec16 value = splat(x[r * x_stride + i]);
-      for (int s = 0; s < SLICES; ++s) sum[r][s] = fma(value, weight[s], sum[r][s]);
-    }
+      unroll<SLICES>([&](int s) { sum[r][s] = fma(value, weight[s], sum[r][s]); });
+    });
   }
-  for (int s = 0; s < SLICES; ++s) {
+
+  unroll<SLICES>([&](int s) {
     const int64_t columns = tile.columns - s * 16;
-    if (columns <= 0) break;
+    if (columns <= 0) return;
     const int count = columns >= 16 ? 16 : static_cast<int>(columns);
-    for (int r = 0; r < ROWS; ++r) {
-      Vec16 result = sum[r][s];
-      if (tile.bias != nullptr) result = result + load_partial(tile.bias + s * 16, count);
+    const Vec16 bias = tile.bias != nullptr ? load_partial(tile.bias + s * 16, count) : splat(0.0f);
+    unroll<ROWS>([&](int r) {
+      const Vec16 result = tile.bias != nullptr ? sum[r][s] + bias : sum[r][s];
       float* target = tile.out + r * tile.out_stride + s * 16;
       if (count == 16) {
         store(target, result);
       } else {
         store_partial(target, result, count);
       }
-    }
-  }
+    });
+  });
 }
 
 using LinearTileFunction = void (*)(const LinearTile&);

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "half.hpp"
 
@@ -20,6 +21,15 @@
 #endif
 
 namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE {
+
+// Calls function(0), ..., function(COUNT - 1) without a loop: in a [[gnu::flatten]] function, arrays indexed by
+// the argument then live in registers.
+template <int COUNT, typename Function>
+inline void unroll(Function function) {
+  [&]<int... INDEX>(std::integer_sequence<int, INDEX...>) {
+    (function(INDEX), ...);
+  }(std::make_integer_sequence<int, COUNT>());
+}
 
 inline Vec16 load_partial(const Half* source, int count) {
   Half lanes[16] = {};

@@ -41,9 +41,7 @@ def load_engine(config: EngineConfig) -> AsyncEngine:
         weight_bytes=_float32_bytes(checkpoint),
         available=available,
     )
-    max_model_len = longest_sequence(
-        config, model_limit=model_config.context_length, num_blocks=num_blocks
-    )
+    max_model_len = longest_sequence(config, model_limit=model_config.context_length, num_blocks=num_blocks)
     runner = ModelRunner(
         model_config,
         checkpoint,

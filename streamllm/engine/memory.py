@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from streamllm.config import EngineConfig
-from streamllm.errors import ConfigError, ModelLoadError
+from streamllm.errors import ConfigError, ModelLoadError, StreamLLMError
 
 DEFAULT_POOL_BYTES = 2 * 2**30
 
@@ -44,26 +44,37 @@ def num_kv_blocks(config: EngineConfig, *, bytes_per_block: int, weight_bytes: i
         available: bytes available before the weights are loaded.
 
     Raises:
-        ConfigError: a flag asks for a pool of no blocks.
+        ConfigError: a flag asks for a pool of no blocks, or for more than is available.
         ModelLoadError: the weights leave no memory.
     """
     if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override
-    if config.kv_cache_memory_bytes is not None:
+        size, flag = config.num_gpu_blocks_override * bytes_per_block, "--num-kv-blocks"
+    elif config.kv_cache_memory_bytes is not None:
         size, flag = config.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
     elif config.gpu_memory_utilization is not None:
         size = int(config.gpu_memory_utilization * available) - weight_bytes
         flag = "--gpu-memory-utilization"
     else:
         size, flag = min(DEFAULT_POOL_BYTES, (available - weight_bytes) // 2), None
-    if size >= bytes_per_block:
-        return size // bytes_per_block
+    if size < bytes_per_block:
+        raise _too_small(flag, size, bytes_per_block, weight_bytes, available)
+    if size + weight_bytes > available:
+        raise ConfigError(
+            f"{flag} asks for a KV pool of {gib(size)}; with weights of {gib(weight_bytes)} that is more than "
+            f"the {gib(available)} available. Lower it."
+        )
+    return size // bytes_per_block
+
+
+def _too_small(
+    flag: str | None, size: int, bytes_per_block: int, weight_bytes: int, available: int
+) -> StreamLLMError:
     if flag is None:
-        raise ModelLoadError(
+        return ModelLoadError(
             f"The weights need {gib(weight_bytes)} and {gib(available)} are available: nothing is left for "
             "the KV cache. Free memory or take a smaller model."
         )
-    raise ConfigError(
+    return ConfigError(
         f"{flag} leaves {gib(max(size, 0))} for the KV cache; one block needs {gib(bytes_per_block)}. "
         "Raise it."
     )

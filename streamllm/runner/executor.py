@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from streamllm.runner.messages import ScheduledBatch, StepOutput
 from streamllm.runner.model_runner import ModelRunner
@@ -22,31 +24,18 @@ class Executor:
     def __init__(self, runner: ModelRunner):
         self.runner = runner
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._done: asyncio.Future[None] | None = None
-        self._start: asyncio.Future[None] | None = None
-        self._error: BaseException | None = None
+        self._phase: asyncio.Future[None] | None = None
         self._thread = None if runner.event_fd is not None else ThreadPoolExecutor(1, "streamllm-step")
 
     def submit(self, batch: ScheduledBatch) -> None:
         """Starts the step's forward and returns. Call it on the running loop."""
-        self._error = None
-        if self._thread is not None:
-            self._start = asyncio.get_running_loop().run_in_executor(self._thread, self.runner.start, batch)
-            return
-        self._watch()
-        try:
-            self.runner.start(batch)
-        except Exception as error:
-            self._error = error
+        self._phase = self._begin(self.runner.start, batch)
 
     async def forward_done(self) -> None:
         """Returns when the submitted forward is done."""
-        if self._error is not None:
-            raise self._error
-        if self._start is not None:
-            start, self._start = self._start, None
-            await start
-        await self._phase_done()
+        if self._phase is None:
+            raise RuntimeError("no step has been submitted")
+        await asyncio.shield(self._phase)
 
     async def forward(self, batch: ScheduledBatch) -> None:
         """:meth:`submit`, then :meth:`forward_done`."""
@@ -55,11 +44,8 @@ class Executor:
 
     async def sample(self) -> StepOutput:
         """Computes logits and samples, after the forward is done."""
-        if self._thread is not None:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self.runner.sample)
-        else:
-            self.runner.sample()
-        await self._phase_done()
+        self._phase = self._begin(self.runner.sample)
+        await asyncio.shield(self._phase)
         return self.runner.result()
 
     def close(self) -> None:
@@ -69,18 +55,40 @@ class Executor:
             self._thread.shutdown()
         self.runner.close()
 
-    async def _phase_done(self) -> None:
-        if self._thread is not None:
-            self.runner.wait()
-        elif self.runner.in_flight:
-            self._done = asyncio.get_running_loop().create_future()
-            try:
-                await self._done
-            finally:
-                self._done = None
-
-    def _watch(self) -> None:
+    def _begin(self, start: Callable[..., None], *args: Any) -> asyncio.Future[None]:
+        """Starts a phase. The future lives as long as the phase, even if who awaits it is cancelled."""
         loop = asyncio.get_running_loop()
+        if self._thread is not None:
+            return loop.run_in_executor(self._thread, self._run, start, *args)
+        self._watch(loop)
+        phase: asyncio.Future[None] = loop.create_future()
+        try:
+            start(*args)
+        except Exception as error:
+            phase.set_exception(error)
+        else:
+            if not self.runner.in_flight:
+                phase.set_result(None)
+        return phase
+
+    def _run(self, start: Callable[..., None], *args: Any) -> None:
+        start(*args)
+        self.runner.wait()
+
+    def _on_readable(self) -> None:
+        error: Exception | None = None
+        try:
+            self.runner.wait()
+        except Exception as caught:
+            error = caught
+        if self._phase is None or self._phase.done():
+            return
+        if error is not None:
+            self._phase.set_exception(error)
+        else:
+            self._phase.set_result(None)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         if loop is not self._loop:
             self._unwatch()
             loop.add_reader(self.runner.event_fd, self._on_readable)  # type: ignore[arg-type]
@@ -90,16 +98,3 @@ class Executor:
         if self._loop is not None and not self._loop.is_closed() and self.runner.event_fd is not None:
             self._loop.remove_reader(self.runner.event_fd)
         self._loop = None
-
-    def _on_readable(self) -> None:
-        error: Exception | None = None
-        try:
-            self.runner.wait()
-        except Exception as caught:
-            error = caught
-        if self._done is None or self._done.done():
-            self._error = error
-        elif error is not None:
-            self._done.set_exception(error)
-        else:
-            self._done.set_result(None)

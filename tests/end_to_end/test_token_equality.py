@@ -1,4 +1,4 @@
-"""Greedy tokens against Transformers, float32; and our own runs of one request against each other, exactly."""
+"""Greedy tokens against Transformers in float32, and our own runs against each other, bit for bit."""
 
 from __future__ import annotations
 
@@ -169,3 +169,67 @@ def test_seeds(llm):
     assert texts(seed=5) == four[:1]
     assert texts(seed=6) != four[:1]
     assert texts() != texts()
+
+
+ROPES = {
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+def test_scaled_rotary_embeddings_agree_with_transformers(rope, tmp_path):
+    path = make_tiny_model(tmp_path / "model", "llama", rope_parameters=rope, max_position_embeddings=256)
+    check_family(path, 32, [1, 40, 64, 65, 150, 200], together=True)
+
+
+def test_dynamic_rotary_embeddings_agree_with_transformers(tmp_path):
+    import torch
+
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    path = make_tiny_model(tmp_path / "model", "llama", rope_parameters=rope, max_position_embeddings=64)
+    llm = LLM(str(path), dtype="float32", max_num_batched_tokens=48)
+    # Within the trained length, crossing it while decoding, and a prompt that is longer already.
+    for length in (20, 58, 63, 64, 65, 120):
+        reference = load_transformers(path)  # anew: the longest length seen so far stays in a model
+        (prompt,) = prompts_of([length], reference.config.vocab_size, seed=length)
+        (output,) = run(llm, [prompt], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+        with torch.inference_mode():
+            # The base follows the sequence's length, so teacher forcing in one pass is another computation.
+            reference.generation_config.eos_token_id = None
+            expected = reference.generate(
+                torch.tensor([prompt]), attention_mask=torch.ones(1, length), do_sample=False, max_new_tokens=16
+            )
+        assert output.token_ids == expected[0, length:].tolist()
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("budget", [7, 256])
+def test_a_sliding_window_agrees_with_transformers(budget, tmp_path):
+    path = make_tiny_model(tmp_path / "model", "mistral", sliding_window=24)
+    check_family(path, budget, [1, 23, 24, 25, 72, 200], together=True)
+
+
+def test_a_float16_cache_stays_close(llm, default_reference):
+    """Not the exact mode: the tokens of plain text still are the reference's, or close seconds."""
+    half = LLM(dtype="float32", kv_cache_dtype="float16")
+    prompt = llm.get_tokenizer().encode("The capital of France is")
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    (output,) = run(half, [prompt], params)
+    logits = teacher_forced_logits(default_reference, prompt, output.token_ids)
+    for position, token_id in enumerate(output.token_ids):
+        assert logits[position].max() - logits[position, token_id] < 0.05
+    half.shutdown()

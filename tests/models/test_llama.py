@@ -238,7 +238,7 @@ def test_default_model_equals_transformers(default_model_path):
             attn_implementation="eager",
         )
     ).eval()
-    weights = {name: torch.from_numpy(checkpoint.read(name)) for name in checkpoint.names()}
+    weights = {name: torch.tensor(checkpoint.read(name)) for name in checkpoint.names()}
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
     reference.load_state_dict(weights)
     runner = make_runner(files, config)

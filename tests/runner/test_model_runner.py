@@ -132,7 +132,7 @@ def test_a_phase_at_a_time():
         ({"num_heads": 3, "num_kv_heads": 2}, "num_heads 3 is not a multiple of num_kv_heads 2"),
         ({"architecture": "MambaForCausalLM"}, "Architecture MambaForCausalLM is not supported"),
         ({"rope": replace(CONFIG.rope, rotary_dim=24)}, "rotary_dim 24 is not supported"),
-        ({"vocab_size": 2**40}, "Not enough memory for the model's weights"),
+        ({"vocab_size": 2**31 - 1, "hidden_size": 2**20}, "Not enough memory for the model's weights"),
     ],
 )
 def test_models_that_cannot_run_are_refused_by_name(changes, message):
