@@ -40,7 +40,8 @@ std::vector<std::string> instruction_sets() {
   return names;
 }
 
-void embedding(Plan& plan, Address token_ids, std::shared_ptr<PackedMatrix> weight, Address out, int64_t out_stride) {
+void embedding(Plan& plan, Address token_ids, std::shared_ptr<PackedMatrix> weight, Address out,
+               int64_t out_stride) {
   EmbeddingArgs args{};
   args.token_ids = pointer<const int32_t>(token_ids);
   args.out = pointer<float>(out);
@@ -48,8 +49,8 @@ void embedding(Plan& plan, Address token_ids, std::shared_ptr<PackedMatrix> weig
   plan.add(make_embedding(args, std::move(weight)));
 }
 
-void rms_norm(Plan& plan, Address x, int64_t x_stride, Address residual, int64_t residual_stride, Address weight,
-              int64_t dim, float eps, Address out, int64_t out_stride) {
+void rms_norm(Plan& plan, Address x, int64_t x_stride, Address residual, int64_t residual_stride,
+              Address weight, int64_t dim, float eps, Address out, int64_t out_stride) {
   plan.add(make_rms_norm({
       .x = pointer<const float>(x),
       .x_stride = x_stride,
@@ -63,8 +64,8 @@ void rms_norm(Plan& plan, Address x, int64_t x_stride, Address residual, int64_t
   }));
 }
 
-void linear(Plan& plan, Address x, int64_t x_stride, std::shared_ptr<PackedMatrix> weight, Address bias, Address out,
-            int64_t out_stride, bool on_outputs) {
+void linear(Plan& plan, Address x, int64_t x_stride, std::shared_ptr<PackedMatrix> weight, Address bias,
+            Address out, int64_t out_stride, bool on_outputs) {
   LinearArgs args{};
   args.x = pointer<const float>(x);
   args.x_stride = x_stride;
@@ -74,10 +75,10 @@ void linear(Plan& plan, Address x, int64_t x_stride, std::shared_ptr<PackedMatri
   plan.add(make_linear(args, std::move(weight), on_outputs));
 }
 
-void rotary_and_cache(Plan& plan, Address qkv, int64_t qkv_stride, int num_heads, int num_kv_heads, int head_dim,
-                      int rotary_dim, Address q_norm, Address k_norm, float norm_eps, Address cos, Address sin,
-                      Address rope_rows, Address slot_mapping, Address key_cache, Address value_cache,
-                      const std::string& kv_dtype, int block_size) {
+void rotary_and_cache(Plan& plan, Address qkv, int64_t qkv_stride, int num_heads, int num_kv_heads,
+                      int head_dim, int rotary_dim, Address q_norm, Address k_norm, float norm_eps,
+                      Address cos, Address sin, Address rope_rows, Address slot_mapping, Address key_cache,
+                      Address value_cache, const std::string& kv_dtype, int block_size) {
   plan.add(make_rotary_and_cache({
       .qkv = pointer<float>(qkv),
       .qkv_stride = qkv_stride,
@@ -100,9 +101,9 @@ void rotary_and_cache(Plan& plan, Address qkv, int64_t qkv_stride, int num_heads
 }
 
 void paged_attention(Plan& plan, Address q, int64_t q_stride, Address out, int64_t out_stride, int num_heads,
-                     int num_kv_heads, int head_dim, float scale, int window, float soft_cap, Address query_start,
-                     Address context_lens, Address block_tables, Address key_cache, Address value_cache,
-                     const std::string& kv_dtype, int block_size) {
+                     int num_kv_heads, int head_dim, float scale, int window, float soft_cap,
+                     Address query_start, Address context_lens, Address block_tables, Address key_cache,
+                     Address value_cache, const std::string& kv_dtype, int block_size) {
   plan.add(make_paged_attention(
       {
           .q = pointer<const float>(q),
@@ -142,10 +143,10 @@ void gather_rows(Plan& plan, Address x, int64_t x_stride, Address indices, int64
                             pointer<float>(out), out_stride));
 }
 
-void sample(Plan& plan, Address logits, int64_t logits_stride, int64_t vocab_size, Address temperature, Address top_k,
-            Address top_p, Address min_p, Address seed, Address choice, Address position, Address num_logprobs,
-            Address token, Address logprob, Address rank, Address top_ids, Address top_logprobs,
-            int64_t max_logprobs) {
+void sample(Plan& plan, Address logits, int64_t logits_stride, int64_t vocab_size, Address temperature,
+            Address top_k, Address top_p, Address min_p, Address seed, Address choice, Address position,
+            Address num_logprobs, Address token, Address logprob, Address rank, Address top_ids,
+            Address top_logprobs, int64_t max_logprobs) {
   plan.add(make_sample(
       {
           .logits = pointer<const float>(logits),
@@ -207,18 +208,19 @@ NB_MODULE(_native, m) {
       .def("embedding", &embedding, "token_ids"_a, "weight"_a, "out"_a, "out_stride"_a)
       .def("rms_norm", &rms_norm, "x"_a, "x_stride"_a, "residual"_a, "residual_stride"_a, "weight"_a, "dim"_a,
            "eps"_a, "out"_a, "out_stride"_a)
-      .def("linear", &linear, "x"_a, "x_stride"_a, "weight"_a, "bias"_a, "out"_a, "out_stride"_a, "on_outputs"_a)
+      .def("linear", &linear, "x"_a, "x_stride"_a, "weight"_a, "bias"_a, "out"_a, "out_stride"_a,
+           "on_outputs"_a)
       .def("rotary_and_cache", &rotary_and_cache, "qkv"_a, "qkv_stride"_a, "num_heads"_a, "num_kv_heads"_a,
-           "head_dim"_a, "rotary_dim"_a, "q_norm"_a, "k_norm"_a, "norm_eps"_a, "cos"_a, "sin"_a, "rope_rows"_a,
-           "slot_mapping"_a, "key_cache"_a, "value_cache"_a, "kv_dtype"_a, "block_size"_a)
+           "head_dim"_a, "rotary_dim"_a, "q_norm"_a, "k_norm"_a, "norm_eps"_a, "cos"_a, "sin"_a,
+           "rope_rows"_a, "slot_mapping"_a, "key_cache"_a, "value_cache"_a, "kv_dtype"_a, "block_size"_a)
       .def("paged_attention", &paged_attention, "q"_a, "q_stride"_a, "out"_a, "out_stride"_a, "num_heads"_a,
-           "num_kv_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "soft_cap"_a, "query_start"_a, "context_lens"_a,
-           "block_tables"_a, "key_cache"_a, "value_cache"_a, "kv_dtype"_a, "block_size"_a)
+           "num_kv_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "soft_cap"_a, "query_start"_a,
+           "context_lens"_a, "block_tables"_a, "key_cache"_a, "value_cache"_a, "kv_dtype"_a, "block_size"_a)
       .def("silu_and_mul", &silu_and_mul, "x"_a, "x_stride"_a, "dim"_a, "out"_a, "out_stride"_a)
       .def("gather_rows", &gather_rows, "x"_a, "x_stride"_a, "indices"_a, "dim"_a, "out"_a, "out_stride"_a)
-      .def("sample", &sample, "logits"_a, "logits_stride"_a, "vocab_size"_a, "temperature"_a, "top_k"_a, "top_p"_a,
-           "min_p"_a, "seed"_a, "choice"_a, "position"_a, "num_logprobs"_a, "token"_a, "logprob"_a, "rank"_a,
-           "top_ids"_a, "top_logprobs"_a, "max_logprobs"_a)
+      .def("sample", &sample, "logits"_a, "logits_stride"_a, "vocab_size"_a, "temperature"_a, "top_k"_a,
+           "top_p"_a, "min_p"_a, "seed"_a, "choice"_a, "position"_a, "num_logprobs"_a, "token"_a, "logprob"_a,
+           "rank"_a, "top_ids"_a, "top_logprobs"_a, "max_logprobs"_a)
       .def_prop_ro("num_ops", &Plan::num_ops)
       .def(
           "run",

@@ -39,8 +39,8 @@ struct TileGroup {
   const KV* next_keys[kScoreTiles];
 };
 
-// scores[r][16 * t + lane] = q[r] . key, for kScoreTiles key tiles. FETCH: the first to read them, so that
-// their values and the next keys are fetched along the way.
+// scores[r][16 * t + lane] = q[r] . key, for kScoreTiles key tiles. FETCH: their
+// values and the next keys are fetched along the way.
 template <int ROWS, bool FETCH, typename KV>
 [[gnu::flatten, gnu::noinline]] void score_tiles(const float* q, int head_dim, const TileGroup<KV>& group,
                                                  float* scores) {
@@ -67,12 +67,11 @@ template <int ROWS, bool FETCH, typename KV>
 
 // out[r][0 : 16 * SLICES] += p[r][key] * value[key], keys in order.
 template <int ROWS, int SLICES, bool LOW8, typename KV>
-[[gnu::flatten, gnu::noinline]] void add_values(const float* p, const KV* const* tiles, Range keys, int head_dim,
-                                                int dim, float* out, int out_stride) {
+[[gnu::flatten, gnu::noinline]] void add_values(const float* p, const KV* const* tiles, Range keys,
+                                                int head_dim, int dim, float* out, int out_stride) {
   Vec16 sum[ROWS][SLICES];
-  unroll<ROWS>([&](int r) {
-    unroll<SLICES>([&](int s) { sum[r][s] = load(out + r * out_stride + s * 16); });
-  });
+  unroll<ROWS>(
+      [&](int r) { unroll<SLICES>([&](int s) { sum[r][s] = load(out + r * out_stride + s * 16); }); });
   for (int key = keys.begin; key < keys.end;) {
     const int tile_end = (key / kKeyTile + 1) * kKeyTile;
     const int end = tile_end < keys.end ? tile_end : keys.end;
@@ -92,9 +91,8 @@ template <int ROWS, int SLICES, bool LOW8, typename KV>
       });
     }
   }
-  unroll<ROWS>([&](int r) {
-    unroll<SLICES>([&](int s) { store(out + r * out_stride + s * 16, sum[r][s]); });
-  });
+  unroll<ROWS>(
+      [&](int r) { unroll<SLICES>([&](int s) { store(out + r * out_stride + s * 16, sum[r][s]); }); });
 }
 
 template <int ROWS, typename KV>
@@ -147,7 +145,8 @@ inline SoftmaxState softmax(const AttentionArgs& args, float* scores, Range keys
   return {row_maximum, sum_lanes(sum)};
 }
 
-inline void merge(SoftmaxState& state, float* out, const SoftmaxState& other, const float* other_out, int dim) {
+inline void merge(SoftmaxState& state, float* out, const SoftmaxState& other, const float* other_out,
+                  int dim) {
   if (state.sum == 0.0f) {
     state = other;
     std::memcpy(out, other_out, static_cast<size_t>(dim) * sizeof(float));
@@ -177,7 +176,8 @@ inline PartitionTiles<KV> partition_tiles(const AttentionArgs& args, int sequenc
     const int64_t block = table[position / args.block_size];
     // Both caches hold block_size * head_dim elements a block and head, 16 * head_dim a key tile.
     const int64_t offset =
-        ((block * args.num_kv_heads + kv_head) * args.block_size + position % args.block_size) * args.head_dim;
+        ((block * args.num_kv_heads + kv_head) * args.block_size + position % args.block_size) *
+        args.head_dim;
     tiles.keys[tile] = static_cast<const KV*>(args.key_cache) + offset;
     tiles.values[tile] = static_cast<const KV*>(args.value_cache) + offset;
   }
@@ -193,9 +193,10 @@ struct Scratch {
 };
 
 // One partition for `rows` <= kBlockRows consecutive rows of a query tile, the first of which is `row`.
+// fetch: nobody has read the partition yet, and few will, as in a decode: memory is what they wait for.
 template <typename KV>
-inline void attend_block(const AttentionArgs& args, const PartitionTiles<KV>& tiles, const Range* visible, int row,
-                         int rows, const Scratch& scratch, int padded_dim) {
+inline void attend_block(const AttentionArgs& args, const PartitionTiles<KV>& tiles, const Range* visible,
+                         int row, int rows, bool fetch, const Scratch& scratch, int padded_dim) {
   Range any{kPartition, 0}, all{0, kPartition};  // keys that some row sees, that each row sees
   for (int r = 0; r < rows; ++r) {
     const Range keys = visible[r];
@@ -220,7 +221,7 @@ inline void attend_block(const AttentionArgs& args, const PartitionTiles<KV>& ti
     const float* q = scratch.q + row * args.head_dim;
     float* scores = scratch.scores + tile * kKeyTile;
     with_rows(rows, [&]<int ROWS>() {
-      if (row == 0) {
+      if (fetch) {
         score_tiles<ROWS, true>(q, args.head_dim, group, scores);
       } else {
         score_tiles<ROWS, false>(q, args.head_dim, group, scores);
@@ -230,7 +231,8 @@ inline void attend_block(const AttentionArgs& args, const PartitionTiles<KV>& ti
 
   SoftmaxState states[kBlockRows];
   for (int r = 0; r < rows; ++r) {
-    if (visible[r].begin < visible[r].end) states[r] = softmax(args, scratch.scores + r * kPartition, visible[r]);
+    if (visible[r].begin < visible[r].end)
+      states[r] = softmax(args, scratch.scores + r * kPartition, visible[r]);
   }
 
   std::memset(scratch.partial, 0, static_cast<size_t>(rows) * padded_dim * sizeof(float));
@@ -251,8 +253,8 @@ inline void attend_block(const AttentionArgs& args, const PartitionTiles<KV>& ti
 
   for (int r = 0; r < rows; ++r) {
     if (visible[r].begin >= visible[r].end) continue;
-    merge(scratch.states[row + r], scratch.out + (row + r) * padded_dim, states[r], scratch.partial + r * padded_dim,
-          padded_dim);
+    merge(scratch.states[row + r], scratch.out + (row + r) * padded_dim, states[r],
+          scratch.partial + r * padded_dim, padded_dim);
   }
 }
 
@@ -296,7 +298,8 @@ inline void attend(const AttentionArgs& args, const QueryTile& query, int kv_hea
         const int token = (row + r) / group;
         visible[r] = within(first_key(token), first_position + token + 1);
       }
-      attend_block(args, tiles, visible, row, block_rows, scratch, padded_dim);
+      const bool fetch = row == 0 && query.num_rows == 1;
+      attend_block(args, tiles, visible, row, block_rows, fetch, scratch, padded_dim);
     }
   }
 

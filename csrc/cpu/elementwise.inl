@@ -82,9 +82,9 @@ inline void rotate(float* head, const float* cos, const float* sin, int half) {
   });
 }
 
-
 template <typename KV>
-inline void write_cache(const RotaryArgs& args, int64_t slot, int head, const float* key, const float* value) {
+inline void write_cache(const RotaryArgs& args, int64_t slot, int head, const float* key,
+                        const float* value) {
   const int64_t block = slot / args.block_size, offset = slot % args.block_size;
   const int64_t head_base = (block * args.num_kv_heads + head) * args.block_size * args.head_dim;
   KV* keys = static_cast<KV*>(args.key_cache) + head_base + offset / kKeyTile * args.head_dim * kKeyTile +
@@ -95,8 +95,9 @@ inline void write_cache(const RotaryArgs& args, int64_t slot, int head, const fl
     for (int lane = 0; lane < count; ++lane) keys[(i + lane) * kKeyTile] = converted[lane];
   });
   KV* values = static_cast<KV*>(args.value_cache) + head_base + offset * args.head_dim;
-  for_each_vector(args.head_dim,
-                  [&](int64_t i, int count) { store_lanes(values + i, load_lanes(value + i, count), count); });
+  for_each_vector(args.head_dim, [&](int64_t i, int count) {
+    store_lanes(values + i, load_lanes(value + i, count), count);
+  });
 }
 
 inline void rotary_and_cache(const RotaryArgs& args, int64_t first_row, int64_t last_row) {

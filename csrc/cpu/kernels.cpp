@@ -49,8 +49,8 @@ void select_kernels(const char* name) {
     }
     names += (i == 0 ? "" : ", ") + std::string(tables[i]->name);
   }
-  throw std::invalid_argument("instruction set '" + std::string(name) + "' is not supported here; choose one of " +
-                              names);
+  throw std::invalid_argument("instruction set '" + std::string(name) +
+                              "' is not supported here; choose one of " + names);
 }
 
 }  // namespace streamllm::cpu

@@ -10,12 +10,12 @@
 
 namespace streamllm::cpu {
 
-inline constexpr int kPanelColumns = 32;   // output columns of one panel of a PackedMatrix
-inline constexpr int kKeyTile = 16;        // keys that lie side by side in the key cache: one vector
-inline constexpr int kPartition = 256;     // positions whose attention is computed before it is merged
+inline constexpr int kPanelColumns = 32;  // output columns of one panel of a PackedMatrix
+inline constexpr int kKeyTile = 16;       // keys that lie side by side in the key cache: one vector
+inline constexpr int kPartition = 256;    // positions whose attention is computed before it is merged
 inline constexpr int kPartitionTiles = kPartition / kKeyTile;
 inline constexpr int kMaxHeadDim = 256;
-inline constexpr int kSampleBlock = 64;    // logits that share an entry in the tables of block maxima and sums
+inline constexpr int kSampleBlock = 64;  // logits that share an entry in the tables of block maxima and sums
 
 enum class KvType { float32, float16 };
 
@@ -110,7 +110,8 @@ struct Kernels {
   const char* name;
   void (*embedding)(const EmbeddingArgs&, int64_t first_row, int64_t last_row);
   void (*rms_norm)(const RmsNormArgs&, int64_t first_row, int64_t last_row);
-  void (*linear)(const LinearArgs&, int64_t first_row, int64_t last_row, int64_t first_panel, int64_t last_panel);
+  void (*linear)(const LinearArgs&, int64_t first_row, int64_t last_row, int64_t first_panel,
+                 int64_t last_panel);
   void (*rotary_and_cache)(const RotaryArgs&, int64_t first_row, int64_t last_row);
   void (*silu_and_mul)(const SiluArgs&, int64_t first_row, int64_t last_row);
   // scratch: attention_scratch_floats() floats, aligned to 64 bytes.

@@ -9,25 +9,27 @@ namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE {
 
 // Part of the k axis that is done for all row tiles before the next, so that the panel stays in the
 // second-level cache.
-inline constexpr int64_t kDepth = 1024;
+inline constexpr int64_t kDepth = 512;
 
 // How far ahead weights are fetched, in steps of k: some 100 ns, however many rows share a step.
 template <int ROWS>
-inline constexpr int64_t kPrefetchSteps = ROWS <= 2 ? PF1 : ROWS <= 6 ? PF2 : PF3;
+inline constexpr int64_t kPrefetchSteps = ROWS <= 2   ? 64
+                                          : ROWS <= 6 ? 32
+                                                      : 16;
 
 // Consecutive 16-column slices of `out` over one stretch of the k axis.
 struct LinearTile {
-  const float* x;       // first row, first k of the stretch
+  const float* x;  // first row, first k of the stretch
   int64_t x_stride;
-  const float* panel;   // the panel of the first slice, first k of the stretch
-  int64_t panel_stride; // floats from one panel to the next
-  int first_half;       // 1: the first slice is the panel's second half
+  const float* panel;    // the panel of the first slice, first k of the stretch
+  int64_t panel_stride;  // floats from one panel to the next
+  int first_half;        // 1: the first slice is the panel's second half
   int64_t depth;
-  float* out;           // first row, first column of the first slice
+  float* out;  // first row, first column of the first slice
   int64_t out_stride;
-  int64_t columns;      // that exist from `out` on
-  bool resume;          // continue the chains that stand in `out`
-  const float* bias;    // of the first column; nullptr: none, or not yet
+  int64_t columns;    // that exist from `out` on
+  bool resume;        // continue the chains that stand in `out`
+  const float* bias;  // of the first column; nullptr: none, or not yet
 };
 
 template <int ROWS, int SLICES>
@@ -52,9 +54,9 @@ template <int ROWS, int SLICES>
     Vec16 weight[SLICES];
     unroll<SLICES>([&](int s) {
       weight[s] = load(w[s] + i * kPanelColumns);
-      prefetch(w[s] + (i + kPrefetchSteps<ROWS>) * kPanelColumns);
+      prefetch(w[s] + (i + kPrefetchSteps<ROWS>)*kPanelColumns);
       // The other half of the panel is read right after this one.
-      if constexpr (SLICES == 1) prefetch(w[s] + (i + kPrefetchSteps<ROWS>) * kPanelColumns + 16);
+      if constexpr (SLICES == 1) prefetch(w[s] + (i + kPrefetchSteps<ROWS>)*kPanelColumns + 16);
     });
     unroll<ROWS>([&](int r) {
       const Vec16 value = splat(x[r * x_stride + i]);
@@ -81,9 +83,10 @@ template <int ROWS, int SLICES>
 
 using LinearTileFunction = void (*)(const LinearTile&);
 
+// Half panels are for tiles too high for a whole one, and for their neighbours with a row less.
 template <int ROWS, int SLICES>
 constexpr LinearTileFunction linear_tile_if_it_fits() {
-  if constexpr (ROWS * SLICES <= kAccumulators) {
+  if constexpr (ROWS * SLICES <= kAccumulators && (SLICES > 1 || (ROWS + 1) * 2 > kAccumulators)) {
     return &linear_tile<ROWS, SLICES>;
   } else {
     return nullptr;
@@ -92,26 +95,40 @@ constexpr LinearTileFunction linear_tile_if_it_fits() {
 
 template <int ROWS>
 struct LinearTilesOfHeight {
-  static constexpr LinearTileFunction by_slices[3] = {
-      linear_tile_if_it_fits<ROWS, 1>(), linear_tile_if_it_fits<ROWS, 2>(), linear_tile_if_it_fits<ROWS, 4>()};
+  static constexpr LinearTileFunction by_slices[3] = {linear_tile_if_it_fits<ROWS, 1>(),
+                                                      linear_tile_if_it_fits<ROWS, 2>(),
+                                                      linear_tile_if_it_fits<ROWS, 4>()};
 };
 
 // The tile of `rows` by 2^log2_slices slices; nullptr where its sums do not fit in the registers.
 inline LinearTileFunction linear_tile_for(int64_t rows, int log2_slices) {
   switch (rows) {
-    case 1: return LinearTilesOfHeight<1>::by_slices[log2_slices];
-    case 2: return LinearTilesOfHeight<2>::by_slices[log2_slices];
-    case 3: return LinearTilesOfHeight<3>::by_slices[log2_slices];
-    case 4: return LinearTilesOfHeight<4>::by_slices[log2_slices];
-    case 5: return LinearTilesOfHeight<5>::by_slices[log2_slices];
-    case 6: return LinearTilesOfHeight<6>::by_slices[log2_slices];
-    case 7: return LinearTilesOfHeight<7>::by_slices[log2_slices];
-    case 8: return LinearTilesOfHeight<8>::by_slices[log2_slices];
-    case 9: return LinearTilesOfHeight<9>::by_slices[log2_slices];
-    case 10: return LinearTilesOfHeight<10>::by_slices[log2_slices];
-    case 11: return LinearTilesOfHeight<11>::by_slices[log2_slices];
-    case 12: return LinearTilesOfHeight<12>::by_slices[log2_slices];
-    default: return nullptr;
+    case 1:
+      return LinearTilesOfHeight<1>::by_slices[log2_slices];
+    case 2:
+      return LinearTilesOfHeight<2>::by_slices[log2_slices];
+    case 3:
+      return LinearTilesOfHeight<3>::by_slices[log2_slices];
+    case 4:
+      return LinearTilesOfHeight<4>::by_slices[log2_slices];
+    case 5:
+      return LinearTilesOfHeight<5>::by_slices[log2_slices];
+    case 6:
+      return LinearTilesOfHeight<6>::by_slices[log2_slices];
+    case 7:
+      return LinearTilesOfHeight<7>::by_slices[log2_slices];
+    case 8:
+      return LinearTilesOfHeight<8>::by_slices[log2_slices];
+    case 9:
+      return LinearTilesOfHeight<9>::by_slices[log2_slices];
+    case 10:
+      return LinearTilesOfHeight<10>::by_slices[log2_slices];
+    case 11:
+      return LinearTilesOfHeight<11>::by_slices[log2_slices];
+    case 12:
+      return LinearTilesOfHeight<12>::by_slices[log2_slices];
+    default:
+      return nullptr;
   }
 }
 

@@ -42,7 +42,8 @@ class RowOp : public Op {
 
 class EmbeddingOp final : public RowOp<EmbeddingArgs, &Kernels::embedding> {
  public:
-  EmbeddingOp(const EmbeddingArgs& args, MatrixPtr weight) : RowOp(args, args.k), weight_(std::move(weight)) {}
+  EmbeddingOp(const EmbeddingArgs& args, MatrixPtr weight)
+      : RowOp(args, args.k), weight_(std::move(weight)) {}
 
  private:
   MatrixPtr weight_;
@@ -65,7 +66,9 @@ class LinearOp final : public Op {
     const int64_t num_panels = weight_->num_panels();
     const int64_t by_bytes = (256 << 10) / (args_.k * kPanelColumns * static_cast<int64_t>(sizeof(float)));
     const int64_t by_threads = num_panels * num_row_blocks_ / (num_threads * 6);
-    panels_per_group_ = std::max<int64_t>(2, std::min(by_bytes, by_threads) & ~int64_t{1});
+    const int64_t least =
+        num_panels * num_row_blocks_ >= num_threads * 8 ? 2 : 1;  // few rows take two at once
+    panels_per_group_ = std::max(least, std::min(by_bytes, by_threads) & ~int64_t{1});
     const int64_t num_groups = (num_panels + panels_per_group_ - 1) / panels_per_group_;
     return num_groups * num_row_blocks_;
   }
@@ -102,8 +105,9 @@ class PagedAttentionOp final : public Op {
     const int32_t tile_tokens = attention_tile_tokens(group());
     for (int32_t s = 0; s < sizes.sequences; ++s) {
       if (start[s + 1] < start[s] || args_.context_lens[s] < start[s + 1] - start[s]) {
-        throw std::invalid_argument("sequence " + std::to_string(s) +
-                                    ": query_start must not fall, and context_lens must cover the sequence's rows");
+        throw std::invalid_argument(
+            "sequence " + std::to_string(s) +
+            ": query_start must not fall, and context_lens must cover the sequence's rows");
       }
       for (int32_t row = start[s]; row < start[s + 1]; row += tile_tokens) {
         tiles_.push_back({s, row, std::min(tile_tokens, start[s + 1] - row)});
@@ -114,7 +118,8 @@ class PagedAttentionOp final : public Op {
 
   void run_tile(int64_t tile, int thread) noexcept override {
     kernels().paged_attention(args_, tiles_[static_cast<size_t>(tile / args_.num_kv_heads)],
-                              static_cast<int>(tile % args_.num_kv_heads), &scratch_[thread * scratch_floats_]);
+                              static_cast<int>(tile % args_.num_kv_heads),
+                              &scratch_[thread * scratch_floats_]);
   }
 
  private:
@@ -136,8 +141,8 @@ class GatherRowsOp final : public Op {
     rows_ = sizes.outputs;
     for (int64_t i = 0; i < rows_; ++i) {
       if (indices_[i] < 0 || indices_[i] >= sizes.tokens) {
-        throw std::invalid_argument("indices must be below num_tokens = " + std::to_string(sizes.tokens) + ", not " +
-                                    std::to_string(indices_[i]));
+        throw std::invalid_argument("indices must be below num_tokens = " + std::to_string(sizes.tokens) +
+                                    ", not " + std::to_string(indices_[i]));
       }
     }
     return rows_ > 0 ? 1 : 0;
@@ -145,7 +150,8 @@ class GatherRowsOp final : public Op {
 
   void run_tile(int64_t, int) noexcept override {
     for (int64_t i = 0; i < rows_; ++i) {
-      std::memcpy(out_ + i * out_stride_, x_ + indices_[i] * x_stride_, static_cast<size_t>(dim_) * sizeof(float));
+      std::memcpy(out_ + i * out_stride_, x_ + indices_[i] * x_stride_,
+                  static_cast<size_t>(dim_) * sizeof(float));
     }
   }
 
@@ -163,12 +169,12 @@ void check_cache(int num_heads, int num_kv_heads, int head_dim, int block_size, 
                  const void* value_cache) {
   check_at_least("num_kv_heads", num_kv_heads, 1);
   if (num_heads < num_kv_heads || num_heads % num_kv_heads != 0) {
-    throw std::invalid_argument("num_heads must be a multiple of num_kv_heads, not " + std::to_string(num_heads) +
-                                " for " + std::to_string(num_kv_heads));
+    throw std::invalid_argument("num_heads must be a multiple of num_kv_heads, not " +
+                                std::to_string(num_heads) + " for " + std::to_string(num_kv_heads));
   }
   if (head_dim < 8 || head_dim > kMaxHeadDim || head_dim % 8 != 0) {
-    throw std::invalid_argument("head_dim must be a multiple of 8 up to " + std::to_string(kMaxHeadDim) + ", not " +
-                                std::to_string(head_dim));
+    throw std::invalid_argument("head_dim must be a multiple of 8 up to " + std::to_string(kMaxHeadDim) +
+                                ", not " + std::to_string(head_dim));
   }
   if (block_size < kKeyTile || block_size % kKeyTile != 0) {
     throw std::invalid_argument("block_size must be a multiple of " + std::to_string(kKeyTile) + ", not " +
@@ -204,10 +210,11 @@ std::unique_ptr<Op> make_rms_norm(const RmsNormArgs& args) {
 }
 
 std::unique_ptr<Op> make_rotary_and_cache(const RotaryArgs& args) {
-  check_cache(args.num_heads, args.num_kv_heads, args.head_dim, args.block_size, args.key_cache, args.value_cache);
+  check_cache(args.num_heads, args.num_kv_heads, args.head_dim, args.block_size, args.key_cache,
+              args.value_cache);
   if (args.rotary_dim < 0 || args.rotary_dim > args.head_dim || args.rotary_dim % 2 != 0) {
-    throw std::invalid_argument("rotary_dim must be even and at most head_dim = " + std::to_string(args.head_dim) +
-                                ", not " + std::to_string(args.rotary_dim));
+    throw std::invalid_argument("rotary_dim must be even and at most head_dim = " +
+                                std::to_string(args.head_dim) + ", not " + std::to_string(args.rotary_dim));
   }
   const int64_t width = int64_t{args.num_heads + 2 * args.num_kv_heads} * args.head_dim;
   check_rows("qkv", args.qkv, args.qkv_stride, width);
@@ -219,7 +226,8 @@ std::unique_ptr<Op> make_rotary_and_cache(const RotaryArgs& args) {
 }
 
 std::unique_ptr<Op> make_paged_attention(const AttentionArgs& args, int num_threads) {
-  check_cache(args.num_heads, args.num_kv_heads, args.head_dim, args.block_size, args.key_cache, args.value_cache);
+  check_cache(args.num_heads, args.num_kv_heads, args.head_dim, args.block_size, args.key_cache,
+              args.value_cache);
   const int64_t width = int64_t{args.num_heads} * args.head_dim;
   check_rows("q", args.q, args.q_stride, width);
   check_rows("out", args.out, args.out_stride, width);

@@ -28,8 +28,8 @@ struct SampleArgs {
   int32_t* token;               // -1: the row holds NaN, +inf or nothing but -inf
   float* logprob;
   int32_t* rank;
-  int32_t* top_ids;      // [outputs][max_logprobs]
-  float* top_logprobs;   // [outputs][max_logprobs]
+  int32_t* top_ids;     // [outputs][max_logprobs]
+  float* top_logprobs;  // [outputs][max_logprobs]
   int64_t max_logprobs;
 };
 

@@ -35,8 +35,9 @@ size_t PackedMatrix::num_bytes() const {
 
 void PackedMatrix::pack_rows(int64_t first_row, const float* source, int64_t rows, int64_t row_stride) {
   if (first_row < 0 || rows < 0 || first_row > n_ - rows) {
-    throw std::invalid_argument("rows " + std::to_string(first_row) + " to " + std::to_string(first_row + rows) +
-                                " do not lie within a matrix of " + std::to_string(n_) + " rows");
+    throw std::invalid_argument("rows " + std::to_string(first_row) + " to " +
+                                std::to_string(first_row + rows) + " do not lie within a matrix of " +
+                                std::to_string(n_) + " rows");
   }
   if (row_stride < k_) {
     throw std::invalid_argument("row_stride must be at least k = " + std::to_string(k_) + ", not " +

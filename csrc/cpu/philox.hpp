@@ -1,5 +1,5 @@
-// Philox4x32-10: random numbers as a function of a key and a counter (Salmon et al., "Parallel random numbers:
-// as easy as 1, 2, 3", 2011).
+// Philox4x32-10: random numbers as a function of a key and a counter (Salmon et al., "Parallel random
+// numbers: as easy as 1, 2, 3", 2011).
 #pragma once
 
 #include <array>

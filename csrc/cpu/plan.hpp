@@ -10,9 +10,9 @@
 namespace streamllm::cpu {
 
 struct RunSizes {
-  int64_t tokens = 0;     // rows of most operations
+  int64_t tokens = 0;  // rows of most operations
   int64_t sequences = 0;
-  int64_t outputs = 0;    // rows of operations recorded on outputs
+  int64_t outputs = 0;  // rows of operations recorded on outputs
 };
 
 // One recorded operation. prepare() is called for every run, before any operation of it starts, and may read

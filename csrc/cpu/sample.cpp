@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -21,13 +22,24 @@ struct Candidate {
 };
 
 // Larger values first, equal ones by id.
-bool before(const Candidate& a, const Candidate& b) { return a.value > b.value || (a.value == b.value && a.id < b.id); }
+bool before(const Candidate& a, const Candidate& b) {
+  return a.value > b.value || (a.value == b.value && a.id < b.id);
+}
 
 // One uniform number in [0, 1) for a token, from the request's seed and the token's place in it.
 double uniform(uint64_t seed, int32_t choice, int32_t position) {
   const auto words = philox4x32({static_cast<uint32_t>(position), static_cast<uint32_t>(choice), 0, 0},
                                 {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
   return (words[0] >> 8) * 0x1p-24;
+}
+
+// Weights of (0, 1] in falling order: 16 buckets for each power of two, the last one for all that are
+// smaller.
+constexpr int kNumBuckets = 512;
+
+int bucket_of(float weight) {
+  const uint32_t distance = std::bit_cast<uint32_t>(1.0f) - std::bit_cast<uint32_t>(weight);
+  return static_cast<int>(std::min<uint32_t>(distance >> 19, kNumBuckets - 1));
 }
 
 // The memory of one thread.
@@ -60,8 +72,8 @@ struct SampleScratch {
   }
 
   int64_t collect(const float* x, float threshold) {
-    return kernels().collect(x, static_cast<int64_t>(weights.size()), block_maxima.data(), threshold, values.data(),
-                             ids.data());
+    return kernels().collect(x, static_cast<int64_t>(weights.size()), block_maxima.data(), threshold,
+                             values.data(), ids.data());
   }
 
   void select_from(int64_t count) {
@@ -77,9 +89,9 @@ class SampleOp final : public Op {
   int64_t prepare(const RunSizes& sizes, int) override {
     for (int64_t row = 0; row < sizes.outputs; ++row) {
       if (args_.num_logprobs[row] > args_.max_logprobs) {
-        throw std::invalid_argument("num_logprobs must be at most max_logprobs = " +
-                                    std::to_string(args_.max_logprobs) + ", not " +
-                                    std::to_string(args_.num_logprobs[row]));
+        throw std::invalid_argument(
+            "num_logprobs must be at most max_logprobs = " + std::to_string(args_.max_logprobs) + ", not " +
+            std::to_string(args_.num_logprobs[row]));
       }
     }
     return sizes.outputs;
@@ -93,15 +105,17 @@ class SampleOp final : public Op {
       args_.token[row] = -1;
       return;
     }
-    args_.token[row] = args_.temperature[row] < kGreedyTemperature ? maximum.index
-                                                                   : draw(row, logits, maximum.value, scratch);
-    if (args_.token[row] >= 0 && args_.num_logprobs[row] >= 0) write_logprobs(row, logits, maximum.value, scratch);
+    args_.token[row] = args_.temperature[row] < kGreedyTemperature
+                           ? maximum.index
+                           : draw(row, logits, maximum.value, scratch);
+    if (args_.token[row] >= 0 && args_.num_logprobs[row] >= 0)
+      write_logprobs(row, logits, maximum.value, scratch);
   }
 
  private:
   int32_t draw(int64_t row, const float* logits, float maximum, SampleScratch& scratch) const {
-    kernels().softmax_weights(logits, args_.vocab_size, maximum, args_.temperature[row], scratch.weights.data(),
-                              scratch.block_sums.data(), scratch.block_maxima.data());
+    kernels().softmax_weights(logits, args_.vocab_size, maximum, args_.temperature[row],
+                              scratch.weights.data(), scratch.block_sums.data(), scratch.block_maxima.data());
     const double u = uniform(args_.seed[row], args_.choice[row], args_.position[row]);
     const float min_p = std::min(args_.min_p[row], 1.0f), top_p = args_.top_p[row];
     int64_t top_k = args_.top_k[row];
@@ -132,7 +146,8 @@ class SampleOp final : public Op {
     return keep(count, {nth->value, std::numeric_limits<int32_t>::max()}, scratch);
   }
 
-  // The largest weights of the whole row, in id order: enough of them that their sum reaches top_p of `total`.
+  // The largest weights of the whole row, in id order: enough of them that their sum reaches top_p of
+  // `total`.
   int64_t collect_top_p_candidates(float top_p, double& total, SampleScratch& scratch) const {
     for (const double sum : scratch.block_sums) total += sum;
     for (float threshold = 0x1p-4f;; threshold *= 0x1p-4f) {
@@ -156,12 +171,29 @@ class SampleOp final : public Op {
     return kept;
   }
 
+  // Fills scratch.selection with the candidates of the bucket of similar weights in which a prefix in falling
+  // order reaches `target`; returns their number, and in `sum` the sum of all larger ones.
+  static int64_t select_bucket_of_prefix_end(int64_t count, double target, double& sum,
+                                             SampleScratch& scratch) {
+    double bucket_sums[kNumBuckets] = {};
+    for (int64_t i = 0; i < count; ++i) bucket_sums[bucket_of(scratch.values[i])] += scratch.values[i];
+    int last = kNumBuckets - 1;
+    while (last > 0 && bucket_sums[last] == 0.0) --last;
+    int bucket = 0;
+    while (bucket < last && sum + bucket_sums[bucket] < target) sum += bucket_sums[bucket++];
+    int64_t selected = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      if (bucket_of(scratch.values[i]) == bucket)
+        scratch.selection[selected++] = {scratch.values[i], scratch.ids[i]};
+    }
+    return selected;
+  }
+
   // Keeps the shortest prefix, in the order of before(), whose sum reaches `target`; at least one candidate.
   static int64_t keep_top_p(int64_t count, double target, SampleScratch& scratch) {
-    scratch.select_from(count);
-    Candidate* begin = scratch.selection.data();
-    Candidate* end = begin + count;
     double sum = 0.0;  // of all candidates before `begin`
+    Candidate* begin = scratch.selection.data();
+    Candidate* end = begin + select_bucket_of_prefix_end(count, target, sum, scratch);
     // Halve by selection until what is left is cheap to sort.
     while (end - begin > 64) {
       Candidate* middle = begin + (end - begin) / 2;

@@ -71,8 +71,7 @@ inline void softmax_weights(const float* x, int64_t count, float maximum, float 
     Vec16 largest = splat(0.0f);
     Double8 sum = double_zero();
     for_each_vector(block_end(begin, count) - begin, [&](int64_t i, int lanes) {
-      const Vec16 weight =
-          exp((load_or_lowest(x + begin + i, lanes) - splat(maximum)) / splat(temperature));
+      const Vec16 weight = exp((load_or_lowest(x + begin + i, lanes) - splat(maximum)) / splat(temperature));
       store_lanes(weights + begin + i, weight, lanes);
       largest = max(largest, weight);
       sum = add_lanes(sum, weight);
@@ -82,8 +81,8 @@ inline void softmax_weights(const float* x, int64_t count, float maximum, float 
   }
 }
 
-inline int64_t collect(const float* x, int64_t count, const float* block_maxima, float threshold, float* values,
-                       int32_t* indices) {
+inline int64_t collect(const float* x, int64_t count, const float* block_maxima, float threshold,
+                       float* values, int32_t* indices) {
   int64_t found = 0;
   for (int64_t begin = 0; begin < count; begin += kSampleBlock) {
     if (block_maxima[begin / kSampleBlock] < threshold) continue;

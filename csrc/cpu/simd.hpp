@@ -22,8 +22,8 @@
 
 namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE {
 
-// Calls function(0), ..., function(COUNT - 1) without a loop: in a [[gnu::flatten]] function, arrays indexed by
-// the argument then live in registers.
+// Calls function(0), ..., function(COUNT - 1) without a loop: in a [[gnu::flatten]] function, arrays indexed
+// by the argument then live in registers.
 template <int COUNT, typename Function>
 inline void unroll(Function function) {
   [&]<int... INDEX>(std::integer_sequence<int, INDEX...>) {
@@ -72,9 +72,7 @@ inline Vec16 exp(Vec16 x) {
   return select(underflow, splat(0.0f), scale_by_power_of_two(p, shifted));
 }
 
-inline Vec16 tanh(Vec16 x) {
-  return splat(1.0f) - splat(2.0f) / (exp(x + x) + splat(1.0f));
-}
+inline Vec16 tanh(Vec16 x) { return splat(1.0f) - splat(2.0f) / (exp(x + x) + splat(1.0f)); }
 
 // The same arithmetic as a lane of exp(Vec16).
 inline float exp_scalar(float x) { return first_lane(exp(splat(x))); }

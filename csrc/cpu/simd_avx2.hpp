@@ -31,9 +31,9 @@ inline Mask16 lanes_between(int first, int last) {
   const __m256i low = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   const __m256i high = _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15);
   const __m256i before = _mm256_set1_epi32(first - 1), end = _mm256_set1_epi32(last);
-  return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_cmpgt_epi32(low, before), _mm256_cmpgt_epi32(end, low))),
-          _mm256_castsi256_ps(
-              _mm256_and_si256(_mm256_cmpgt_epi32(high, before), _mm256_cmpgt_epi32(end, high)))};
+  return {
+      _mm256_castsi256_ps(_mm256_and_si256(_mm256_cmpgt_epi32(low, before), _mm256_cmpgt_epi32(end, low))),
+      _mm256_castsi256_ps(_mm256_and_si256(_mm256_cmpgt_epi32(high, before), _mm256_cmpgt_epi32(end, high)))};
 }
 // Lanes from `count` on are 0.
 inline Vec16 load_partial(const float* p, int count) {

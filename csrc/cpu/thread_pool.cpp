@@ -59,7 +59,8 @@ ThreadPool::ThreadPool(int num_threads) : num_threads_(checked_num_threads(num_t
   try {
     threads_.reserve(static_cast<size_t>(num_threads));
     threads_.emplace_back([this] { drive(); });
-    for (int thread = 1; thread < num_threads; ++thread) threads_.emplace_back([this, thread] { work(thread); });
+    for (int thread = 1; thread < num_threads; ++thread)
+      threads_.emplace_back([this, thread] { work(thread); });
   } catch (...) {
     pthread_sigmask(SIG_SETMASK, &previous, nullptr);
     stop();
@@ -139,7 +140,8 @@ void ThreadPool::drive() {
 void ThreadPool::run_claimed_tiles(int thread) {
   uint64_t ticket = ticket_.load(std::memory_order_acquire);
   while (next_tile(ticket) < num_tiles_of(ticket)) {
-    if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
+    if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel,
+                                       std::memory_order_acquire)) {
       continue;
     }
     task_->run_tile(next_tile(ticket), thread);

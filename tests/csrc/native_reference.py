@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 
@@ -70,7 +71,7 @@ class PagedCache:
     head_dim: int
     block_size: int
     num_blocks: int
-    kv_dtype: str = "float32"
+    kv_dtype: Literal["float32", "float16"] = "float32"
     seed: int = 0
     keys: np.ndarray = field(init=False)
     values: np.ndarray = field(init=False)

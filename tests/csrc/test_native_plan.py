@@ -15,12 +15,12 @@ from streamllm import _native
 
 @pytest.fixture
 def event_fd():
-    fd = os.eventfd(0) if hasattr(os, "eventfd") else os.memfd_create("event")
+    fd = os.eventfd(0)
     yield fd
     os.close(fd)
 
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "eventfd"), reason="os.eventfd needs Python 3.10 on Linux")
+pytestmark = pytest.mark.skipif(not hasattr(os, "eventfd"), reason="os.eventfd is Linux's")
 
 
 class Chain:

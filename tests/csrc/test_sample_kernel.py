@@ -94,14 +94,13 @@ def expected_tokens(logits: np.ndarray, row: Row) -> set[int]:
         return {int(np.argmax(logits))}
     u = philox_uniform(row.seed, row.choice, row.position)
     tokens = set()
-    for nudge in (-1e-6, 0.0, 1e-6):
-        for top_p, min_p in {(row.top_p, row.min_p), (row.top_p * (1 - 1e-6), min(row.min_p * (1 + 1e-6), 1.0)),
-                             (min(row.top_p * (1 + 1e-6), 1.0), row.min_p * (1 - 1e-6))}:  # fmt: skip
-            near = replace(row, top_p=top_p, min_p=min_p)
-            ids, weights = kept_weights(logits, near)
-            sums = np.cumsum(weights)
-            at = np.searchsorted(sums, (u + nudge) * sums[-1], side="right")
-            tokens.add(int(ids[min(max(at, 0), len(ids) - 1)]))
+    for error in (-1e-6, 0.0, 1e-6):
+        near = replace(row, top_p=min(row.top_p * (1 + error), 1.0), min_p=min(row.min_p * (1 - error), 1.0))
+        ids, weights = kept_weights(logits, near)
+        sums = np.cumsum(weights)
+        for nudge in (-1e-6, 0.0, 1e-6):
+            at = int(np.searchsorted(sums, (u + nudge) * sums[-1], side="right"))
+            tokens.add(int(ids[min(at, len(ids) - 1)]))
     return tokens
 
 
@@ -136,7 +135,7 @@ def test_same_uniform_number_gives_the_same_token_as_numpy(instruction_set, voca
         expected = expected_tokens(values, row)
         assert token in expected, row
         edges += len(expected) > 1
-    assert edges < 15
+    assert edges < 15  # of 150
 
 
 @pytest.mark.parametrize(
