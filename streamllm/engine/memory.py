@@ -60,8 +60,8 @@ def num_kv_blocks(config: EngineConfig, *, bytes_per_block: int, weight_bytes: i
         raise _too_small(flag, size, bytes_per_block, weight_bytes, available)
     if size + weight_bytes > available:
         raise ConfigError(
-            f"{flag} asks for a KV pool of {gib(size)}; with weights of {gib(weight_bytes)} that is more than "
-            f"the {gib(available)} available. Lower it."
+            f"{flag} asks for a KV pool of {gib(size)}; with weights of {gib(weight_bytes)} that is more "
+            f"than the {gib(available)} available. Lower it."
         )
     return size // bytes_per_block
 

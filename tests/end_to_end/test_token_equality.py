@@ -210,8 +210,9 @@ def test_dynamic_rotary_embeddings_agree_with_transformers(tmp_path):
         with torch.inference_mode():
             # The base follows the sequence's length, so teacher forcing in one pass is another computation.
             reference.generation_config.eos_token_id = None
+            ids = torch.tensor([prompt])
             expected = reference.generate(
-                torch.tensor([prompt]), attention_mask=torch.ones(1, length), do_sample=False, max_new_tokens=16
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16
             )
         assert output.token_ids == expected[0, length:].tolist()
     llm.shutdown()
