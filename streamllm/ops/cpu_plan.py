@@ -13,9 +13,17 @@ from typing import Any
 
 import numpy as np
 
-import streamllm._native as _native
+from streamllm.errors import ModelLoadError
 from streamllm.ops import Attention, RMSNorm
 from streamllm.ops.step_inputs import MAX_LOGPROBS, SamplingBuffers, StepInputs
+
+try:
+    import streamllm._native as _native
+except ImportError as error:
+    raise ModelLoadError(
+        "streamllm's CPU kernels are not built for this Python; run `pip install -e .` in its folder "
+        f"({error})."
+    ) from error
 
 ALIGNMENT = 64
 
