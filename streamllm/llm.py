@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import dataclasses
 import difflib
 import threading
 import weakref
 from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from streamllm.config import EngineConfig, settings_of
 from streamllm.errors import ConfigError, InvalidRequestError
 from streamllm.outputs import RequestOutput
 from streamllm.sampling_params import RequestOutputKind, SamplingParams
 from streamllm.vllm_compat import check_other_setting
+
+if TYPE_CHECKING:
+    from streamllm.engine.async_engine import AsyncEngine
 
 T = TypeVar("T")
 Prompt = str | dict[str, Any] | list[int]
@@ -45,9 +47,8 @@ class LLM:
         self._thread = threading.Thread(target=self._loop.run_forever, name="streamllm-llm", daemon=True)
         self._thread.start()
         self._call(self._engine.start())
-        self._closed = False
-        # A reference to self here would keep every LLM, and its weights, alive until the process ends.
-        atexit.register(_close_if_alive, weakref.ref(self))
+        # Runs when the object is collected, at the latest at exit; so it must not refer to the object itself.
+        self._close = weakref.finalize(self, _close, self._engine, self._loop, self._thread)
 
     def generate(
         self,
@@ -118,13 +119,8 @@ class LLM:
         return SamplingParams(**{k: v for k, v in self._engine.default_sampling.items() if k in known})
 
     def shutdown(self) -> None:
-        """Stop the engine and free its memory. Called at exit by itself."""
-        if not self._closed:
-            self._closed = True
-            self._call(self._engine.stop())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        """Stop the engine and free its memory; happens by itself when the object is collected."""
+        self._close()
 
     # -- inside --------------------------------------------------------------------------------------------
 
@@ -175,10 +171,16 @@ class LLM:
         return outputs
 
 
-def _close_if_alive(reference: weakref.ref[LLM]) -> None:
-    llm = reference()
-    if llm is not None:
-        llm.shutdown()
+def _close(engine: AsyncEngine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    async def stop() -> None:
+        await engine.stop()
+        loop.stop()
+
+    asyncio.run_coroutine_threadsafe(stop(), loop)
+    # The collector may run on the loop's own thread, which cannot wait for itself.
+    if threading.current_thread() is not thread:
+        thread.join()
+        loop.close()
 
 
 def _engine_settings(settings: dict[str, Any]) -> dict[str, Any]:
