@@ -13,6 +13,9 @@ from typing import Any
 
 from streamllm.errors import ConfigError
 
+AUTO_LENGTH = -1
+"""``--max-model-len auto``."""
+
 
 def setting(
     default: Any,
@@ -29,8 +32,9 @@ def setting(
     Args:
         default: value when nothing is given.
         help: one sentence for ``--help`` and the documentation.
-        kind: ``str``, ``int`` (accepts 4k = 4000, 4K = 4096), ``bytes`` (accepts 2GiB, 500MB), ``float``,
-            ``bool`` (``--flag`` and ``--no-flag``) or ``list`` (one or more values).
+        kind: ``str``, ``int`` (accepts 4k = 4000, 4K = 4096), ``length`` (an ``int`` or auto), ``bytes``
+            (accepts 2GiB, 500MB), ``float``, ``bool`` (``--flag`` and ``--no-flag``) or ``list`` (one or more
+            values).
         aliases: other names of the same setting.
         choices: allowed values of a ``str``.
         low, high: inclusive range of a number.
@@ -75,10 +79,10 @@ class EngineConfig(_Settings):
     )
     max_model_len: int | None = setting(
         None,
-        "Longest sequence, prompt and output together, in tokens. Default: the model's own limit, or what "
-        "the KV pool holds if that is less.",
-        kind="int",
-        low=1,
+        "Longest sequence, prompt and output together, in tokens. Default, and auto or -1: the model's own "
+        "limit, or what the KV pool holds if that is less.",
+        kind="length",
+        low=-1,
         high=2**31 - 1,
     )
     max_num_seqs: int = setting(256, "Sequences that run at once.", kind="int", low=1, high=65536)
@@ -90,6 +94,27 @@ class EngineConfig(_Settings):
         low=1,
         high=2**20,
     )  # fmt: skip
+    scheduling_policy: str = setting(
+        "fcfs",
+        "fcfs: first come, first served; priority: the lowest priority field first, ties by arrival.",
+        choices=("fcfs", "priority"),
+    )
+    max_num_partial_prefills: int = setting(
+        4,
+        "Prompts that may be computed over several steps at once; shorter ones pass them.",
+        kind="int",
+        low=1,
+        high=65536,
+    )
+    long_prefill_token_threshold: int = setting(
+        0, "Longest chunk of one prompt in a step; 0: only the step's budget.", kind="int", low=0, high=2**20
+    )
+    max_num_queued_reqs: int | None = setting(
+        None, "Sequences that may wait; more get 429. Default: no limit.", kind="int", low=0, high=2**31 - 1
+    )
+    max_num_queued_tokens: int | None = setting(
+        None, "Prompt tokens that may wait; more get 429. Default: no limit.", kind="int", low=0, high=2**40
+    )
     block_size: int = setting(16, "Tokens in a KV block; a multiple of 16.", kind="int", low=16, high=1024)
     num_gpu_blocks_override: int | None = setting(
         None,
@@ -98,6 +123,9 @@ class EngineConfig(_Settings):
         aliases=("num_kv_blocks",),
         low=1,
         high=2**31 - 1,
+    )
+    enable_prefix_caching: bool = setting(
+        True, "Keep the KV blocks of finished requests for later ones with the same beginning.", kind="bool"
     )
     kv_cache_memory_bytes: int | None = setting(
         None, "Size of the KV pool, for example 2GiB.", kind="bytes", low=1, high=2**60
@@ -137,12 +165,17 @@ class EngineConfig(_Settings):
     enforce_eager: bool = setting(
         False, "Accepted for vLLM's command lines; a CPU has no graphs to capture.", kind="bool"
     )
+    debug_kv_blocks: bool = setting(
+        False, "Check owner and generation of every KV block in every step (slow).", kind="bool"
+    )
     disable_log_stats: bool = setting(False, "Do not log throughput every 10 s.", kind="bool")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.block_size % 16:
             raise ConfigError(f"--block-size must be a multiple of 16, got {self.block_size}.")
+        if self.max_model_len == 0:
+            raise ConfigError("--max-model-len must be at least 1, or auto.")
         if self.gpu_memory_utilization == 0:
             raise ConfigError("--gpu-memory-utilization must be above 0.")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -236,7 +269,9 @@ def check_setting(declared: Field[Any], value: Any) -> Any:
             return None
         raise ConfigError(f"{flag} must not be None.")
     kind = rules["kind"]
-    if kind in ("int", "bytes"):
+    if kind == "length" and value == "auto":
+        value = AUTO_LENGTH
+    if kind in ("int", "bytes", "length"):
         value = _whole_number(flag, value)
     elif kind == "float":
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:

@@ -40,6 +40,13 @@ class InvalidRequestError(StreamLLMError, ValueError):
         )
 
 
+class QueueFullError(InvalidRequestError):
+    """The queue's cap is reached: the same request may be served later (HTTP 429)."""
+
+    def __init__(self, message: str):
+        super().__init__(message, code="queue_full", status=429)
+
+
 class ConfigError(StreamLLMError):
     """A flag or keyword argument that cannot be honoured. The command line prints it and exits with 2."""
 

@@ -72,6 +72,8 @@ class SamplingParams:
 
     Attributes:
         n: choices per prompt, 1 to 128. Allowed at temperature 0 too (the choices are then equal).
+        best_of: choices to generate, of which the ``n`` with the highest logprob per token are returned;
+            at least ``n``, not in a stream of deltas.
         temperature: >= 0, at most 2; below 1e-5 is greedy.
         top_p: nucleus, in (0, 1].
         top_k: -1 or 0 is off; else the k likeliest tokens (ties at the edge are all kept).
@@ -90,6 +92,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -109,6 +112,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self.n = _integer("n", self.n, 1, MAX_N)
+        if self.best_of is not None:
+            self.best_of = self._check_best_of(self.best_of)
         self.temperature = _number("temperature", self.temperature, 0.0, 2.0)
         self.top_p = _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         self.top_k = max(_integer("top_k", self.top_k, -1, 2**31 - 1), 0)
@@ -139,6 +144,19 @@ class SamplingParams:
                 )
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop needs detokenize to be true.", param="stop")
+
+    def _check_best_of(self, best_of: Any) -> int:
+        best_of = _integer("best_of", best_of, 1, MAX_N)
+        if best_of < self.n:
+            raise InvalidRequestError(
+                f"best_of must be at least n ({self.n}), got {best_of}.", param="best_of"
+            )
+        if best_of > self.n and self.output_kind is RequestOutputKind.DELTA:
+            raise InvalidRequestError(
+                f"best_of above n ({self.n}) cannot be streamed: which choices are best is known at the end.",
+                param="best_of",
+            )
+        return best_of
 
     @staticmethod
     def _check_stop(stop: Any) -> list[str]:
@@ -180,6 +198,77 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
 
+    @property
+    def num_sequences(self) -> int:
+        """Choices to generate."""
+        return self.best_of or self.n
+
+    @property
+    def selects_best(self) -> bool:
+        """Whether more choices are generated than returned."""
+        return self.num_sequences > self.n
+
+    @property
+    def num_reported_logprobs(self) -> int | None:
+        """Likeliest tokens that the model must report per position; 0 is the sampled one alone."""
+        return 0 if self.selects_best and self.logprobs is None else self.logprobs
+
     def clone(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed; the rules are checked again."""
         return replace(self, **changes)
+
+
+MAX_BEAM_WIDTH = 16
+MIN_LENGTH_PENALTY, MAX_LENGTH_PENALTY = -10.0, 10.0
+
+
+@dataclass(slots=True, kw_only=True)
+class BeamSearchParams:
+    """Beam search (``vllm.BeamSearchParams``; scores and stopping as in Transformers).
+
+    Attributes:
+        beam_width: beams kept, and hypotheses returned, 1 to 16.
+        max_tokens: tokens to generate at most, ``None`` for what the context leaves.
+        ignore_eos: EOS ends no beam.
+        temperature: must be 0: beams are not sampled.
+        length_penalty: a hypothesis's summed logprob is divided by its generated length to this power.
+        early_stopping: ``True`` ends at ``beam_width`` finished hypotheses; ``False`` when no running beam is
+            likely to beat the worst of them; ``"never"`` when none can.
+        include_stop_str_in_output: accepted for vLLM's sake; beams have no stop strings.
+        output_kind: what each output holds; there is only one, at the end.
+    """
+
+    beam_width: int
+    max_tokens: int | None = 16
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+
+    @property
+    def num_sequences(self) -> int:
+        """Hypotheses returned."""
+        return self.beam_width
+
+    def __post_init__(self) -> None:
+        self.beam_width = _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        if self.max_tokens is not None:
+            self.max_tokens = _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        if _number("temperature", self.temperature, 0.0, 2.0) >= GREEDY_TEMPERATURE:
+            raise InvalidRequestError(
+                f"temperature must be 0 with beam search, got {self.temperature}.", param="temperature"
+            )
+        self.length_penalty = _number(
+            "length_penalty", self.length_penalty, MIN_LENGTH_PENALTY, MAX_LENGTH_PENALTY
+        )
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise InvalidRequestError(
+                f'early_stopping must be true, false or "never", got {_show(self.early_stopping)}.',
+                param="early_stopping",
+            )
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequestError(
+                f"ignore_eos must be true or false, got {_show(self.ignore_eos)}.", param="ignore_eos"
+            )

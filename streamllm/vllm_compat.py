@@ -23,7 +23,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "swap_space": (0, 4),
     "hf_overrides": (None, {}),
     "enable_chunked_prefill": (True, None),
-    "enable_prefix_caching": (False, None),
     "load_format": ("auto",),
     "config_format": ("auto",),
     "model_impl": ("auto",),
@@ -31,7 +30,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "task": ("auto", "generate"),
     "max_logprobs": (20,),
     "logprobs_mode": ("raw_logprobs",),
-    "scheduling_policy": ("fcfs",),
     "async_scheduling": (True, None),
     "disable_custom_all_reduce": (True, False),
     "distributed_executor_backend": (None, "uni"),
@@ -53,26 +51,25 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 UNSUPPORTED = frozenset(
     """
     allowed_local_media_path allowed_media_domains api_server_count attention_backend attention_config
-    chat_template chat_template_content_format code_revision collect_detailed_traces config cudagraph_metrics
-    data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb
-    decode_context_parallel_size default_chat_template_kwargs
-    disable_access_log_for_endpoints disable_hybrid_kv_cache_manager enable_eplb enable_expert_parallel
-    enable_force_include_usage enable_log_deltas enable_log_outputs enable_mfu_metrics enable_offline_docs
-    enable_per_request_metrics enable_prompt_embeds enable_prompt_tokens_details enable_request_id_headers
+    chat_template chat_template_content_format code_revision collect_detailed_traces config
+    cudagraph_metrics data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb
+    decode_context_parallel_size default_chat_template_kwargs disable_access_log_for_endpoints
+    disable_hybrid_kv_cache_manager enable_eplb enable_expert_parallel enable_force_include_usage
+    enable_log_deltas enable_log_outputs enable_mfu_metrics enable_offline_docs enable_per_request_metrics
+    enable_prompt_embeds enable_prompt_tokens_details enable_request_id_headers
     enable_server_load_tracking enable_ssl_refresh enable_tokenizer_info_endpoint
     exclude_tools_when_tool_choice_none fingerprint_mode fingerprint_value fully_sharded_loras
     guided_decoding_backend h11_max_header_count h11_max_incomplete_event_size headless hf_config_path
-    hf_token
-    kv_cache_dtype_skip_layers kv_cache_metrics kv_cache_metrics_sample kv_events_config
+    hf_token kv_cache_dtype_skip_layers kv_cache_metrics kv_cache_metrics_sample kv_events_config
     kv_offloading_backend kv_offloading_size kv_transfer_config limit_mm_per_prompt log_config_file
-    log_error_stack long_prefill_token_threshold lora_dtype lora_modules master_addr master_port max_cpu_loras
-    max_log_len max_long_partial_prefills max_lora_rank max_loras max_num_partial_prefills max_num_queued_reqs
-    max_num_queued_tokens max_seq_len_to_capture middleware mm_processor_cache_gb mm_processor_kwargs nnodes
-    node_rank num_scheduler_steps numa_bind optimization_level otlp_metrics_endpoint otlp_traces_endpoint
-    prefill_context_parallel_size prefix_caching_hash_algo reasoning_parser response_role
-    return_tokens_as_token_ids root_path scheduler_cls show_hidden_metrics_for_version ssl_ca_certs
-    ssl_cert_reqs ssl_certfile ssl_ciphers ssl_keyfile structured_outputs_config tokens_only tool_call_parser
-    tool_parser_plugin tool_server trust_request_chat_template uds convert
+    log_error_stack lora_dtype lora_modules master_addr master_port max_cpu_loras max_log_len
+    max_long_partial_prefills max_lora_rank max_loras max_seq_len_to_capture middleware
+    mm_processor_cache_gb mm_processor_kwargs nnodes node_rank num_scheduler_steps numa_bind
+    optimization_level otlp_metrics_endpoint otlp_traces_endpoint prefill_context_parallel_size
+    prefix_caching_hash_algo reasoning_parser response_role return_tokens_as_token_ids root_path
+    scheduler_cls show_hidden_metrics_for_version ssl_ca_certs ssl_cert_reqs ssl_certfile ssl_ciphers
+    ssl_keyfile structured_outputs_config tokens_only tool_call_parser tool_parser_plugin tool_server
+    trust_request_chat_template uds convert
     """.split()  # noqa: SIM905
 )
 """vLLM's other settings: refused whatever their value."""

@@ -33,7 +33,7 @@ def add_settings(parser: argparse.ArgumentParser, config_class: type, title: str
         elif rules["kind"] == "list":
             group.add_argument(*flags, nargs="+", metavar="VALUE", **options)
         else:
-            metavar = {"int": "N", "bytes": "SIZE", "float": "X"}.get(rules["kind"], "VALUE")
+            metavar = {"int": "N", "length": "N", "bytes": "SIZE", "float": "X"}.get(rules["kind"], "VALUE")
             if rules["choices"]:
                 metavar = "{" + ",".join(rules["choices"]) + "}"
             number = _number if rules["kind"] == "float" else str

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from streamllm.errors import InvalidRequestError
-from streamllm.sampling_params import SamplingParams
+from streamllm.sampling_params import BeamSearchParams, SamplingParams
 from streamllm.text.tokenizer import Tokenizer
+
+MAX_SALT_LENGTH = 128
 
 
 class Admission:
@@ -15,11 +18,25 @@ class Admission:
     Args:
         tokenizer: knows the vocabulary.
         max_model_len: longest sequence, prompt and output together, in tokens.
+        max_beam_width: beams that can run at once.
+        num_blocks: KV blocks in the pool.
+        blocks_for: KV blocks that a sequence of so many tokens holds at most.
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_model_len: int,
+        max_beam_width: int,
+        num_blocks: int,
+        blocks_for: Callable[[int], int],
+    ) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
+        self._max_beam_width = max_beam_width
+        self._num_blocks = num_blocks
+        self._blocks_for = blocks_for
         self._longest_token = max(
             (len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size) if tokenizer.contains(i)),
             default=1,
@@ -57,8 +74,11 @@ class Admission:
                 )
         return list(token_ids)
 
-    def check_params(self, params: SamplingParams) -> None:
-        """What SamplingParams cannot know by itself: ids inside the vocabulary."""
+    def check_params(self, params: SamplingParams | BeamSearchParams, num_prompt_tokens: int) -> None:
+        """What the parameters cannot know by themselves: ids inside the vocabulary, room for all beams."""
+        if isinstance(params, BeamSearchParams):
+            self._check_beams(params, num_prompt_tokens)
+            return
         for token_id in params.stop_token_ids or ():
             if not self._tokenizer.contains(token_id):
                 raise InvalidRequestError(
@@ -66,6 +86,40 @@ class Admission:
                     f"(0 to {self._tokenizer.vocab_size - 1}).",
                     param="stop_token_ids",
                 )
+
+    def _check_beams(self, params: BeamSearchParams, num_prompt_tokens: int) -> None:
+        if params.beam_width > self._max_beam_width:
+            raise InvalidRequestError(
+                f"beam_width must be at most {self._max_beam_width} with this model and --max-num-seqs, got "
+                f"{params.beam_width}.",
+                param="beam_width",
+            )
+        longest = self._max_model_len
+        if params.max_tokens is not None:
+            longest = min(num_prompt_tokens + params.max_tokens, longest)
+        needed, available = params.beam_width * self._blocks_for(longest), self._num_blocks
+        if needed > available:
+            raise InvalidRequestError(
+                f"{params.beam_width} beams of {longest} tokens need {needed} KV blocks and there are "
+                f"{available}; lower beam_width or max_tokens.",
+                param="beam_width",
+            )
+
+    @staticmethod
+    def check_priority(priority: Any) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > 2**63 - 1:
+            raise InvalidRequestError(
+                f"priority must be an integer of 64 bits, got {_json_name(priority)}.", param="priority"
+            )
+
+    @staticmethod
+    def check_cache_salt(salt: Any) -> None:
+        if salt is None:
+            return
+        if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT_LENGTH:
+            raise InvalidRequestError(
+                f"cache_salt must be a string of 1 to {MAX_SALT_LENGTH} characters.", param="cache_salt"
+            )
 
     def _too_long(self, num_tokens: str) -> InvalidRequestError:
         return InvalidRequestError(

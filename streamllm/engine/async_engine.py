@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
+import functools
 import logging
 import random
 import time
@@ -20,16 +20,21 @@ from typing import TYPE_CHECKING, Any
 
 from streamllm.config import EngineConfig
 from streamllm.engine.admission import Admission
+from streamllm.engine.beam_search import BeamSearch
 from streamllm.engine.block_pool import BlockPool
-from streamllm.engine.block_table import BlockTable
+from streamllm.engine.block_table import BlockTables, most_blocks
+from streamllm.engine.events import EventLog
 from streamllm.engine.output_processor import OutputProcessor, SequenceText
+from streamllm.engine.prefix_hash import block_hashes, chain_seed
 from streamllm.engine.request import Request, Sequence, SequenceUpdate
-from streamllm.engine.scheduler import Scheduler
-from streamllm.engine.stats import EngineStats, RequestRecord
-from streamllm.engine.stream import RequestStream
-from streamllm.errors import EngineDeadError, InvalidRequestError
+from streamllm.engine.scheduler import Limits, Scheduler
+from streamllm.engine.stats import EngineStats, RequestRecord, memory_figures
+from streamllm.engine.stream import RequestStream, Selection
+from streamllm.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from streamllm.models.kv_layout import kv_layout
+from streamllm.ops.step_inputs import MAX_LOGPROBS
 from streamllm.outputs import RequestMetrics, RequestOutput
-from streamllm.sampling_params import SamplingParams
+from streamllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from streamllm.text.chat_template import ChatTemplate
 from streamllm.text.messages import check_template_kwargs, normalise_messages
 from streamllm.text.tokenizer import Tokenizer
@@ -76,18 +81,34 @@ class AsyncEngine:
         self.default_sampling = default_sampling
         self.dead_error: str | None = None
         self._executor = executor
-        self._admission = Admission(tokenizer, max_model_len)
         self._eos_token_ids = frozenset(tokenizer.eos_token_ids) | frozenset(model_config.eos_token_ids)
-        self._pool = BlockPool(num_blocks, config.block_size)
+        self.events = EventLog()
+        self._windows = kv_layout(model_config.layer_windows).windows
+        self._pool = BlockPool(num_blocks, config.block_size, debug=config.debug_kv_blocks)
         self._scheduler = Scheduler(
             self._pool,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            Limits(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_partial_prefills=config.max_num_partial_prefills,
+                long_prefill_token_threshold=config.long_prefill_token_threshold,
+            ),
+            events=self.events,
+            debug=config.debug_kv_blocks,
         )
-        self._outputs = OutputProcessor(tokenizer, self._scheduler.finish, self._on_finished)
+        self._admission = Admission(
+            tokenizer,
+            max_model_len=max_model_len,
+            max_beam_width=self._max_beam_width(),
+            num_blocks=num_blocks,
+            blocks_for=lambda n: most_blocks(
+                n, config.block_size, self._windows, config.max_num_batched_tokens
+            ),
+        )
+        self._outputs = OutputProcessor(tokenizer, self._scheduler.finish, self._on_finished, self.events)
         self._requests: dict[str, Request] = {}
         self._observers: list[Callable[[RequestRecord], None]] = []
-        self._sequence_ids = itertools.count()
+        self._num_requests = 0
         self._seeds = random.Random(config.seed)
         self._num_steps = 0
         self._work = asyncio.Event()
@@ -130,63 +151,61 @@ class AsyncEngine:
     # -- requests ------------------------------------------------------------------------------------------
 
     async def add_request(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        add_special_tokens: bool = True,
-        arrival_time: float | None = None,
+        self, prompt: str | list[int], params: SamplingParams | BeamSearchParams, **options: Any
     ) -> RequestStream:
-        """Queue a request and return its stream.
+        """Queue a request and return its stream; see :meth:`add_requests`.
 
         Args:
             prompt: text, or token ids.
-            params: how to sample and when to stop.
-            request_id: unique among live requests; made up if left out.
-            add_special_tokens: whether a text gets the tokenizer's BOS.
-            arrival_time: ``time.monotonic()`` of the request's arrival, for its metrics.
-
-        Raises:
-            InvalidRequestError: it can never be served as written; nothing was queued.
-            EngineDeadError: the engine has stopped.
+            params: how to sample and when to stop, or a beam search.
+            options: as of :meth:`add_requests`; ``request_id`` instead of ``request_ids``.
         """
-        streams = await self.add_requests(
-            [prompt],
-            [params],
-            request_ids=[request_id] if request_id else None,
-            add_special_tokens=add_special_tokens,
-            arrival_time=arrival_time,
-        )
-        return streams[0]
+        request_id = options.pop("request_id", None)
+        request_ids = None if request_id is None else [request_id]
+        (stream,) = await self.add_requests([prompt], [params], request_ids=request_ids, **options)
+        return stream
 
     async def add_requests(
         self,
         prompts: SequenceType[str | list[int]],
-        params: SequenceType[SamplingParams],
+        params: SequenceType[SamplingParams | BeamSearchParams],
         *,
         request_ids: SequenceType[str] | None = None,
         add_special_tokens: bool = True,
         arrival_time: float | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> list[RequestStream]:
-        """Queue several requests, or none of them; see :meth:`add_request`.
+        """Queue several requests, or none of them, and return their streams.
+
+        Args:
+            request_ids: unique among live requests; made up if left out.
+            add_special_tokens: whether a text gets the tokenizer's BOS.
+            arrival_time: ``time.monotonic()`` of the requests' arrival, for their metrics.
+            priority: lower is served first, under ``--scheduling-policy priority``.
+            cache_salt: only requests with the same salt share cached blocks.
 
         Raises:
-            InvalidRequestError: one of them cannot be served; among several, ``param`` is ``prompt[index]``.
+            InvalidRequestError: one of them cannot be served as written; among several, ``param`` is
+                ``prompt[index]``. 429: the queue is full.
             EngineDeadError: the engine has stopped.
         """
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self._check_alive()
-        token_ids = []
+        self._admission.check_priority(priority)
+        self._admission.check_cache_salt(cache_salt)
+        checked = []
         for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
             try:
-                self._admission.check_params(prompt_params)
-                if isinstance(prompt, str):
-                    prompt = await self._encode(prompt, add_special_tokens=add_special_tokens)
-                token_ids.append(self._admission.check_token_ids(prompt))
+                token_ids = await self._check_prompt(prompt, prompt_params, add_special_tokens)
+                hash_seed = self._hash_seed(token_ids, cache_salt)
+                hashes = await self._hash_blocks(token_ids, hash_seed)
             except InvalidRequestError as error:
                 raise error if len(prompts) == 1 else error.at_index("prompt", index) from None
+            text = prompt if isinstance(prompt, str) else None
+            checked.append((text, token_ids, prompt_params, hash_seed, hashes))
         self._check_alive()
+        self._check_queue([(token_ids, p) for _, token_ids, p, _, _ in checked])
         request_ids = request_ids or [uuid.uuid4().hex for _ in prompts]
         for request_id in request_ids:
             if request_id in self._requests:
@@ -194,20 +213,23 @@ class AsyncEngine:
                     f"a request with the id {request_id!r} is running.", param="request_id"
                 )
         streams = []
-        for request_id, prompt, ids, prompt_params in zip(
-            request_ids, prompts, token_ids, params, strict=True
+        for request_id, (text, token_ids, prompt_params, hash_seed, hashes) in zip(
+            request_ids, checked, strict=True
         ):
-            text = prompt if isinstance(prompt, str) else None
-            request = self._make_request(request_id, text, ids, prompt_params, arrival_time)
+            request = self._make_request(request_id, text, token_ids, prompt_params, arrival_time)
+            request.hash_seed = hash_seed
+            self._make_sequences(request, prompt_params, hashes, priority)
             self._requests[request_id] = request
-            for sequence in request.sequences:
-                self._scheduler.add(sequence)
+            self._scheduler.add(request)
             streams.append(request.stream)
         self._work.set()
         return streams
 
     async def generate(
-        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | BeamSearchParams,
+        request_id: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Queue a request and iterate over its outputs; leaving the iteration early aborts it."""
         stream = await self.add_request(prompt, params, request_id=request_id)
@@ -224,9 +246,8 @@ class AsyncEngine:
         if request is None:
             return
         for sequence in request.sequences:
-            if not sequence.finished:
-                self._scheduler.finish(sequence, "abort")
-                self._outputs.abort(sequence)
+            self._scheduler.finish(sequence, "abort")
+        self._outputs.abort(request)
 
     async def render_chat(
         self,
@@ -267,12 +288,15 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         """A snapshot of queues, memory and counters."""
         counters = self._outputs.counters
+        scheduler = self._scheduler
         return EngineStats(
-            num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
-            num_used_blocks=self._pool.num_used,
-            num_blocks=self._pool.num_blocks,
-            num_preemptions=self._scheduler.num_preemptions,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            memory=memory_figures(self._pool, scheduler.sequences()),
+            num_preemptions=scheduler.num_preemptions,
+            prefix_cache_queries=scheduler.prefix_cache.queries,
+            prefix_cache_hits=scheduler.prefix_cache.hits,
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
             finished=dict(counters.finished),
@@ -280,6 +304,10 @@ class AsyncEngine:
             block_size=self._pool.block_size,
             num_steps=self._num_steps,
         )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the prefix cache; running requests go on."""
+        self._pool.reset_cache()
 
     def on_request_finished(self, callback: Callable[[RequestRecord], None]) -> None:
         """Call ``callback`` with the record of every request that ends, however it ends."""
@@ -329,31 +357,82 @@ class AsyncEngine:
 
     # -- inside --------------------------------------------------------------------------------------------
 
-    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        self._admission.check_text(text)
-        if len(text) < LONG_TEXT:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    async def _check_prompt(
+        self, prompt: str | list[int], params: SamplingParams | BeamSearchParams, add_special_tokens: bool
+    ) -> list[int]:
+        if isinstance(prompt, str):
+            self._admission.check_text(prompt)
+            encode = functools.partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
+            short = len(prompt) < LONG_TEXT
+            prompt = encode(prompt) if short else await asyncio.to_thread(encode, prompt)
+        token_ids = self._admission.check_token_ids(prompt)
+        self._admission.check_params(params, len(token_ids))
+        return token_ids
+
+    def _hash_seed(self, token_ids: list[int], cache_salt: str | None) -> bytes | None:
+        if not self.config.enable_prefix_caching:
+            return None
+        rope = self.model_config.rope
+        dynamic = rope.rope_type == "dynamic" and len(token_ids) > rope.original_max_position_embeddings
+        return chain_seed(salt=cache_salt, prompt_length=len(token_ids) if dynamic else None)
+
+    async def _hash_blocks(self, token_ids: list[int], seed: bytes | None) -> list[bytes]:
+        if seed is None:
+            return []
+        if len(token_ids) < LONG_TEXT:
+            return block_hashes(token_ids, self._pool.block_size, seed)
+        return await asyncio.to_thread(block_hashes, token_ids, self._pool.block_size, seed)
+
+    def _check_queue(self, arrivals: list[tuple[list[int], SamplingParams | BeamSearchParams]]) -> None:
+        config, scheduler = self.config, self._scheduler
+        if config.max_num_queued_reqs is not None:
+            arriving = sum(p.num_sequences for _, p in arrivals)
+            if scheduler.num_waiting + arriving > config.max_num_queued_reqs + self._free_places():
+                raise QueueFullError(
+                    f"{scheduler.num_waiting} requests wait already; {arriving} more would exceed the limit "
+                    f"of {config.max_num_queued_reqs}. Try again later."
+                )
+        if config.max_num_queued_tokens is not None:
+            arriving = sum(len(token_ids) for token_ids, _ in arrivals)
+            if scheduler.num_waiting_tokens + arriving > config.max_num_queued_tokens and scheduler.has_work:
+                raise QueueFullError(
+                    f"{scheduler.num_waiting_tokens} prompt tokens wait already; {arriving} more would "
+                    f"exceed the limit of {config.max_num_queued_tokens}. Try again later."
+                )
+
+    def _max_beam_width(self) -> int:
+        """A beam reports as many candidates as there are beams, times one more than there are EOS tokens."""
+        by_candidates = MAX_LOGPROBS // max(2, 1 + len(self._eos_token_ids))
+        return max(min(by_candidates, self.config.max_num_seqs), 1)
+
+    def _free_places(self) -> int:
+        """Sequences that could start at once: they hardly wait."""
+        return max(self.config.max_num_seqs - self._scheduler.num_running, 0)
 
     def _make_request(
         self,
         request_id: str,
         text: str | None,
         token_ids: list[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         arrival_time: float,
     ) -> Request:
+        beams = None
+        selection = None
+        num_choices = params.num_sequences
+        if isinstance(params, BeamSearchParams):
+            room = self.max_model_len - len(token_ids)
+            max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+            beams = BeamSearch(params, self._eos_token_ids, max_tokens)
+            num_logprobs: int | None = beams.num_candidates
+            # What the rows of a beam need to know: they are never sampled from.
+            params = SamplingParams(temperature=0.0, max_tokens=None, output_kind=params.output_kind)
+        else:
+            num_logprobs = params.num_reported_logprobs
+            if params.selects_best:
+                selection = Selection(params.n, show_logprobs=params.logprobs is not None)
         metrics = RequestMetrics(arrival_time=arrival_time)
-        stream = RequestStream(
-            request_id,
-            text,
-            token_ids,
-            num_choices=params.n,
-            output_kind=params.output_kind,
-            metrics=metrics,
-            abort=lambda: self.abort(request_id),
-        )
-        request = Request(
+        return Request(
             request_id=request_id,
             prompt=text,
             prompt_token_ids=token_ids,
@@ -361,23 +440,47 @@ class AsyncEngine:
             eos_token_ids=self._eos_token_ids,
             max_total_tokens=self.max_model_len,
             metrics=metrics,
-            stream=stream,
+            stream=RequestStream(
+                request_id,
+                text,
+                token_ids,
+                num_choices=num_choices,
+                output_kind=RequestOutputKind.FINAL_ONLY if selection else params.output_kind,
+                metrics=metrics,
+                abort=lambda: self.abort(request_id),
+                selection=selection,
+            ),
+            num_logprobs=num_logprobs,
+            beams=beams,
         )
-        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed & (2**64 - 1)
+
+    def _make_sequences(
+        self,
+        request: Request,
+        params: SamplingParams | BeamSearchParams,
+        hashes: list[bytes],
+        priority: int,
+    ) -> None:
+        self._num_requests += 1
+        if self.config.scheduling_policy != "priority":
+            priority = 0
+        seed = getattr(params, "seed", None)
+        seed = self._seeds.getrandbits(64) if seed is None else seed & (2**64 - 1)
+        num_sequences = 1 if request.beams is not None else params.num_sequences
         request.sequences = [
             Sequence(
-                sequence_id=next(self._sequence_ids),
+                key=(priority, self._num_requests, self._scheduler.new_sequence_id()),
                 request=request,
                 choice_index=choice,
                 seed=seed,
-                token_ids=list(token_ids),
-                num_prompt_tokens=len(token_ids),
-                block_table=BlockTable(self._pool),
-                text=SequenceText(self.tokenizer, params),
+                token_ids=list(request.prompt_token_ids),
+                num_prompt_tokens=len(request.prompt_token_ids),
+                blocks=BlockTables(self._pool, self._windows),
+                text=SequenceText(self.tokenizer, request.params),
+                block_hashes=hashes if choice == 0 else [],
             )
-            for choice in range(params.n)
+            for choice in range(num_sequences)
         ]
-        return request
 
     def _on_finished(self, record: RequestRecord) -> None:
         self._requests.pop(record.request_id, None)

@@ -7,11 +7,12 @@ import math
 import os
 import sys
 
-from streamllm.config import EngineConfig
+from streamllm.config import AUTO_LENGTH, EngineConfig
 from streamllm.engine.async_engine import AsyncEngine
 from streamllm.engine.memory import available_memory, gib, longest_sequence, num_kv_blocks
 from streamllm.errors import ModelLoadError
 from streamllm.models.checkpoint import Checkpoint, open_checkpoint
+from streamllm.models.kv_layout import kv_layout
 from streamllm.models.model_config import ModelConfig
 from streamllm.runner.executor import Executor
 from streamllm.runner.model_runner import ModelRunner
@@ -41,7 +42,12 @@ def load_engine(config: EngineConfig) -> AsyncEngine:
         weight_bytes=_float32_bytes(checkpoint),
         available=available,
     )
-    max_model_len = longest_sequence(config, model_limit=model_config.context_length, num_blocks=num_blocks)
+    max_model_len = longest_sequence(
+        config,
+        model_limit=model_config.context_length,
+        num_blocks=num_blocks,
+        windows=kv_layout(model_config.layer_windows).windows,
+    )
     runner = ModelRunner(
         model_config,
         checkpoint,
@@ -62,7 +68,7 @@ def load_engine(config: EngineConfig) -> AsyncEngine:
         files.served_name, gib(runner.weight_bytes), gib(num_blocks * bytes_per_block), num_blocks,
         config.block_size, num_blocks * config.block_size, max_model_len, threads,
     )  # fmt: skip
-    if config.max_model_len is None and max_model_len < model_config.context_length:
+    if config.max_model_len in (None, AUTO_LENGTH) and max_model_len < model_config.context_length:
         logger.warning(
             "the KV pool holds sequences of %d tokens, the model would allow %d; raise "
             "--kv-cache-memory-bytes for longer ones",

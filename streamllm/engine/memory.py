@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
+from collections.abc import Sequence
 from pathlib import Path
 
-from streamllm.config import EngineConfig
+from streamllm.config import AUTO_LENGTH, EngineConfig
+from streamllm.engine.block_table import most_blocks
 from streamllm.errors import ConfigError, ModelLoadError, StreamLLMError
 
 DEFAULT_POOL_BYTES = 2 * 2**30
@@ -80,25 +83,39 @@ def _too_small(
     )
 
 
-def longest_sequence(config: EngineConfig, *, model_limit: int, num_blocks: int) -> int:
+def longest_sequence(
+    config: EngineConfig, *, model_limit: int, num_blocks: int, windows: Sequence[int | None]
+) -> int:
     """The longest sequence that is served, in tokens.
+
+    Args:
+        windows: of the model's KV groups.
 
     Raises:
         ConfigError: ``--max-model-len`` is more than the model or the pool can hold; the message says what
             would fit.
     """
-    pool_tokens = num_blocks * config.block_size
-    if config.max_model_len is None:
-        return min(model_limit, pool_tokens)
+
+    def fits(length: int) -> bool:
+        return most_blocks(length, config.block_size, windows, config.max_num_batched_tokens) <= num_blocks
+
+    fitting = bisect_right(range(1, model_limit + 1), False, key=lambda length: not fits(length))
+    if config.max_model_len in (None, AUTO_LENGTH):
+        if fitting == 0:
+            raise ConfigError(
+                f"the KV pool of {num_blocks} blocks of {config.block_size} tokens is too small for any "
+                "sequence; raise --kv-cache-memory-bytes."
+            )
+        return fitting
     if config.max_model_len > model_limit:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} is more than the model's context of {model_limit} "
             "tokens."
         )
-    if config.max_model_len > pool_tokens:
+    if config.max_model_len > fitting:
         raise ConfigError(
-            f"--max-model-len {config.max_model_len} does not fit: the KV pool holds {pool_tokens} tokens "
-            f"({num_blocks} blocks of {config.block_size}). Use --max-model-len {pool_tokens} or less, or a "
+            f"--max-model-len {config.max_model_len} does not fit into the KV pool ({num_blocks} blocks of "
+            f"{config.block_size} tokens). Use --max-model-len {fitting} or less (auto takes it), or a "
             "larger pool (--kv-cache-memory-bytes)."
         )
     return config.max_model_len

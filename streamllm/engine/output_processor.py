@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from streamllm.engine.beam_search import BeamSearch
+from streamllm.engine.events import EventLog
 from streamllm.engine.request import Request, Sequence, SequenceUpdate
 from streamllm.engine.stats import Counters, RequestRecord
 from streamllm.outputs import CompletionOutput, Logprob
@@ -65,6 +67,7 @@ class OutputProcessor:
         tokenizer: turns ids into text.
         finish: the scheduler's ``finish(sequence, reason, stop_reason)``, for endings found in the text.
         on_finished: called with the record of each request that has ended.
+        events: where first tokens and endings are noted.
     """
 
     def __init__(
@@ -72,7 +75,9 @@ class OutputProcessor:
         tokenizer: Tokenizer,
         finish: Callable[[Sequence, str, str | int | None], None],
         on_finished: Callable[[RequestRecord], None],
+        events: EventLog,
     ) -> None:
+        self._events = events
         self.counters = Counters()
         self._tokenizer = tokenizer
         self._finish = finish
@@ -85,19 +90,21 @@ class OutputProcessor:
             if update.sequence.finish_reason == "abort":
                 continue
             try:
-                if update.error is None:
-                    self._deliver(update, now)
-                else:
+                if update.error is not None:
                     self._fail(update.sequence.request, update.error, now)
+                elif update.sequence.request.beams is not None:
+                    self._deliver_beams(update.sequence.request, update.sequence.request.beams, now)
+                else:
+                    self._deliver(update, now)
             except Exception as error:
                 # One request's text must not end the others.
                 logger.exception("delivering to request %s failed", update.sequence.request.request_id)
                 self._fail(update.sequence.request, f"delivering its output failed: {error}", now)
 
-    def abort(self, sequence: Sequence) -> None:
-        """Tell the reader that a sequence was aborted (the scheduler has already let it go)."""
-        sequence.request.stream.push(CompletionOutput(index=sequence.choice_index, finish_reason="abort"))
-        self._request_finished(sequence.request, "abort", time.monotonic())
+    def abort(self, request: Request) -> None:
+        """Tell the reader that a request was aborted (the scheduler has already let its sequences go)."""
+        request.stream.abort_unfinished()
+        self._request_finished(request, "abort", time.monotonic())
 
     # -- inside --------------------------------------------------------------------------------------------
 
@@ -136,10 +143,32 @@ class OutputProcessor:
         if delta.finish_reason is not None:
             self._request_finished(request, delta.finish_reason, now)
 
+    def _deliver_beams(self, request: Request, beams: BeamSearch, now: float) -> None:
+        """A beam search is over: its hypotheses become the request's choices, best first."""
+        self._note_times(request, now)
+        for index, hypothesis in enumerate(beams.results()):
+            text = SequenceText(self._tokenizer, request.params)
+            shown = hypothesis.token_ids[:-1] if hypothesis.stopped else hypothesis.token_ids
+            pieces = [text.push(token_id, stops_armed=False)[0] for token_id in shown]
+            pieces.append(text.finish()[0])
+            self.counters.generation_tokens += len(hypothesis.token_ids)
+            request.stream.push(
+                CompletionOutput(
+                    index=index,
+                    text="".join(pieces),
+                    token_ids=hypothesis.token_ids,
+                    cumulative_logprob=hypothesis.cumulative_logprob,
+                    finish_reason="stop" if hypothesis.stopped else "length",
+                )
+            )
+        self._request_finished(request, "stop", now)
+
     def _note_times(self, request: Request, now: float) -> None:
         metrics = request.metrics
         if metrics.first_token_time is None:
             metrics.first_token_time = now
+            request.stream.num_cached_tokens = request.num_cached_tokens
+            self._events.record("first_token", request.request_id)
             self.counters.prompt_tokens += len(request.prompt_token_ids)
         metrics.last_token_time = now
 
@@ -181,6 +210,8 @@ class OutputProcessor:
         if metrics.finished_time is not None or not request.stream.finished:
             return
         metrics.finished_time = now
+        num_tokens = request.stream.num_pushed_tokens
+        self._events.record("finished", request.request_id, num_tokens, reason)
         self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
         self._on_finished(
             RequestRecord(
@@ -191,7 +222,7 @@ class OutputProcessor:
                 last_token_time=metrics.last_token_time,
                 finished_time=now,
                 num_prompt_tokens=len(request.prompt_token_ids),
-                num_generation_tokens=sum(s.text.num_tokens for s in request.sequences),
+                num_generation_tokens=num_tokens,
                 num_preemptions=metrics.num_preemptions,
                 finish_reason=reason,
             )

@@ -11,47 +11,60 @@ from streamllm.runner.messages import TokenLogprobs
 from streamllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from streamllm.engine.block_table import BlockTable
+    from streamllm.engine.beam_search import BeamSearch
+    from streamllm.engine.block_table import BlockTables
     from streamllm.engine.output_processor import SequenceText
     from streamllm.engine.stream import RequestStream
 
 
 class SequenceStatus(enum.Enum):
+    """``PENDING``: a sibling that will be forked when the prompt, computed once, is done."""
+
+    PENDING = "pending"
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
 
 
+SchedulingKey = tuple[int, int, int]
+"""(priority, arrival of the request, arrival of the sequence): what sorts lower runs first."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One choice of a request: its tokens, where they are computed, and how it ended.
+    """One choice of a request, or one of its beams: its tokens, where they are computed, and how it ended.
 
     Attributes:
-        sequence_id: unique in the engine, rising with arrival.
+        key: its place in the order of service; the last part is unique in the engine.
         token_ids: prompt and output.
+        block_hashes: chained hashes of the full blocks of ``token_ids`` (empty without prefix cache).
         num_computed_tokens: leading tokens whose K and V are in the cache (or will be when the step in
             flight returns).
         slot: place in the runner's state while running.
-        num_sent_tokens, num_sent_blocks: what the runner has been told of ``token_ids`` and the block table.
+        num_sent_tokens: how many of ``token_ids`` the runner has been told.
         in_flight: whether the step now running reads or writes its blocks.
     """
 
-    sequence_id: int
+    key: SchedulingKey
     request: Request
     choice_index: int
     seed: int
     token_ids: list[int]
     num_prompt_tokens: int
-    block_table: BlockTable
+    blocks: BlockTables
     text: SequenceText
+    block_hashes: list[bytes] = field(default_factory=list)
     num_computed_tokens: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
-    slot: int | None = None
+    slot: int = -1
     num_sent_tokens: int = 0
-    num_sent_blocks: int = 0
     in_flight: bool = False
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+
+    @property
+    def sequence_id(self) -> int:
+        return self.key[2]
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -65,6 +78,23 @@ class Sequence:
     def finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
+    def fork(self, key: SchedulingKey) -> Sequence:
+        """A sequence with the same tokens and computed state: it holds every block of this one once more,
+        the partly filled last one too, and whichever writes there first takes a copy."""
+        return Sequence(
+            key=key,
+            request=self.request,
+            choice_index=self.choice_index,
+            seed=self.seed,
+            token_ids=list(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            blocks=self.blocks.fork(),
+            text=self.text,
+            block_hashes=list(self.block_hashes),
+            num_computed_tokens=self.num_computed_tokens,
+            status=self.status,
+        )
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -75,6 +105,12 @@ class Request:
         prompt: the prompt's text, ``None`` if it came as ids.
         eos_token_ids: ids that end a sequence unless ``params.ignore_eos``.
         max_total_tokens: a sequence of this length, prompt included, ends with reason ``"length"``.
+        num_logprobs: likeliest tokens that the runner reports per sampled one; ``None`` for none.
+        hash_seed: parent of the first block's hash; ``None`` without prefix cache.
+        beams: the search, if this is a beam search: ``sequences`` are then its live beams, in its order.
+        beam_reports: candidates of those beams that have computed their last token, by sequence id.
+        num_cached_tokens: prompt tokens found in the prefix cache when it was first admitted.
+        admitted: whether it has been scheduled once.
     """
 
     request_id: str
@@ -85,7 +121,13 @@ class Request:
     max_total_tokens: int
     metrics: RequestMetrics
     stream: RequestStream
+    num_logprobs: int | None = None
+    hash_seed: bytes | None = None
+    beams: BeamSearch | None = None
     sequences: list[Sequence] = field(default_factory=list)
+    beam_reports: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    num_cached_tokens: int = 0
+    admitted: bool = False
 
 
 @dataclass(slots=True)

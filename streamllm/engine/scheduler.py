@@ -1,63 +1,137 @@
 """Which tokens each step computes: continuous batching with one token budget.
 
 There are no prefill and decode phases. A sequence has tokens that are not computed yet: many for a new
-prompt, one for a sequence that generates. Each step hands out ``max_num_batched_tokens``, to running
-sequences first, so that decodes always advance, then to waiting ones, whose prompts are cut into chunks that
-fill the budget (Orca, OSDI 2022; Sarathi-Serve, OSDI 2024).
+prompt, one for a sequence that generates. Each step hands out ``max_num_batched_tokens``, to decodes first,
+so that they always advance, then to prompts, which are cut into chunks that fill the budget (Orca, OSDI 2022;
+Sarathi-Serve, OSDI 2024). Prompts in progress share the budget evenly and leave a share for newcomers, so
+that neither a long prompt starves short ones nor the other way round.
 
 Plain data structures: neither torch nor asyncio, so that a test can step it a million times.
 """
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict
+from bisect import insort
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
 
+from streamllm.engine import beam_group
 from streamllm.engine.block_pool import BlockPool
-from streamllm.engine.request import Sequence, SequenceStatus, SequenceUpdate
-from streamllm.runner.messages import NewSequence, OutputRow, ScheduledBatch, ScheduledRow, StepOutput
+from streamllm.engine.events import EventLog
+from streamllm.engine.prefix_hash import next_hash
+from streamllm.engine.request import Request, Sequence, SequenceStatus, SequenceUpdate
+from streamllm.engine.wait_queue import WaitQueue
+from streamllm.runner.messages import (
+    BlockCopy,
+    BlockUpdate,
+    NewSequence,
+    OutputRow,
+    ScheduledBatch,
+    ScheduledRow,
+    StepOutput,
+    TokenLogprobs,
+)
+
+NO_UPDATES: list[BlockUpdate] = []
 
 
-class Scheduler:
-    """First come, first served; out of blocks, the sequence that came last is preempted and recomputed.
+@dataclass(slots=True)
+class Limits:
+    """What a step and the batch may hold.
 
-    Args:
-        pool: the KV blocks. It must hold at least one sequence of the longest length that is admitted, so
-            that the oldest sequence can always run to its end.
+    Attributes:
         max_num_seqs: sequences that run at once, and slots in the runner's state.
         max_num_batched_tokens: token budget of one step; at least ``max_num_seqs``, so that every running
-            sequence advances in every step.
+            sequence can advance in every step.
+        max_num_partial_prefills: prompts that may be under way over several steps at once; prompts that fit
+            into what a step has left pass them.
+        long_prefill_token_threshold: longest chunk of a prompt; 0 for no limit but the budget.
         watermark: share of the pool that admission leaves free, so that it does not cause a preemption soon.
     """
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        watermark: float = 0.01,
-    ) -> None:
-        if max_num_batched_tokens < max_num_seqs:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_partial_prefills: int = 4
+    long_prefill_token_threshold: int = 0
+    watermark: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
+
+
+@dataclass(slots=True)
+class PrefixCacheCounters:
+    """Prompt tokens looked up and found in the prefix cache, counted once a request, at admission."""
+
+    queries: int = 0
+    hits: int = 0
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step in the making."""
+
+    budget: int
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    registered: list[int] = field(default_factory=list)
+    num_partial_prefills: int = 0
+    preempted: bool = False
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A step that has been handed out and has not returned."""
+
+    rows: list[Sequence]
+    outputs: list[Sequence]
+    registered: list[int]
+
+
+class Scheduler:
+    """First come, first served, or by priority (lower first, ties by arrival). Out of blocks, the sequence
+    that would be served last is preempted, and recomputed later.
+
+    Args:
+        pool: the KV blocks. It must hold at least one sequence of the longest length that is admitted, so
+            that the first in order can always run to its end.
+        limits: sizes of steps and batch.
+        events: where to note what happens.
+        debug: check every block's owners and generation in every step.
+    """
+
+    def __init__(
+        self, pool: BlockPool, limits: Limits, *, events: EventLog | None = None, debug: bool = False
+    ) -> None:
         self.pool = pool
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.limits = limits
+        self.events = events or EventLog()
         self.num_preemptions = 0
-        self._watermark_blocks = max(int(watermark * pool.num_blocks), 1)
-        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self.prefix_cache = PrefixCacheCounters()
+        self._debug = debug
+        self._watermark_blocks = max(int(limits.watermark * pool.num_blocks), 1)
+        self._waiting = WaitQueue()
         self._running: list[Sequence] = []
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._num_pending = 0
+        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._finished_slots: list[int] = []
-        self._in_flight: dict[int, list[Sequence]] = {}
+        self._in_flight: dict[int, _InFlight] = {}
+        self._unknown_to_runner: set[int] = set()
         self._num_steps = 0
+        self._last_sequence_id = 0
 
     # -- what others may ask -------------------------------------------------------------------------------
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Sequences that wait, siblings of a prompt that is still computed included."""
+        return len(self._waiting) + self._num_pending
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return self._waiting.num_tokens
 
     @property
     def num_running(self) -> int:
@@ -68,24 +142,36 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     def sequences(self) -> Iterator[Sequence]:
-        """Every sequence that has not finished, running ones first."""
+        """Every sequence that runs or waits, running ones first."""
         yield from self._running
-        yield from self._waiting.values()
+        yield from self._waiting
 
     # -- requests come and go ------------------------------------------------------------------------------
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence."""
-        self._waiting[sequence.sequence_id] = sequence
+    def new_sequence_id(self) -> int:
+        """Sequences are numbered in order of arrival."""
+        self._last_sequence_id += 1
+        return self._last_sequence_id
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Its prompt is computed once, by its first sequence; the others are forked then."""
+        leader, *siblings = request.sequences
+        self._waiting.push(leader)
+        for sibling in siblings:
+            sibling.status = SequenceStatus.PENDING
+        self._num_pending += len(siblings)
+        self.events.record("queued", request.request_id, len(request.prompt_token_ids))
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: str | int | None = None) -> None:
         """End a sequence now, at any time. Blocks that the step in flight uses are freed when it returns."""
-        if sequence.finished:
+        if sequence.status is SequenceStatus.FINISHED:
             return
-        if sequence.status is SequenceStatus.WAITING:
-            del self._waiting[sequence.sequence_id]
-        else:
+        if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)
+        elif sequence.status is SequenceStatus.WAITING:
+            self._waiting.remove(sequence)
+        else:
+            self._num_pending -= 1
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
@@ -96,178 +182,412 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step's work, or ``None`` if there is none."""
-        batch = ScheduledBatch(step=self._num_steps)
-        scheduled: list[Sequence] = []
-        budget = self._schedule_running(batch, scheduled, self.max_num_batched_tokens)
-        self._admit_waiting(batch, scheduled, budget)
-        if not scheduled:
+        step = self._plan_step()
+        while not step.chunks and self._running:
+            # Beam groups wait for each other's slots or blocks: the one that is served last gives way.
+            self._preempt(step, self._running[-1])
+            step = self._plan_step()
+        if not step.chunks:
             return None
-        batch.finished_slots, self._finished_slots = self._finished_slots, []
-        for sequence in scheduled:
-            sequence.in_flight = True
-        self._in_flight[batch.step] = scheduled
-        self._num_steps += 1
+        if step.budget > 0 and step.num_partial_prefills:
+            self._extend_prefills(step)
+        batch = self._make_batch(step)
+        if self._debug:
+            self.check()
         return batch
 
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceUpdate]:
         """Take in what a step gave: append tokens, end sequences by id or length, free what is done with."""
-        scheduled = self._land(batch)
-        updates = []
-        for row, token_ids, logprobs, error in zip(
-            batch.output_rows, output.token_ids, output.logprobs, output.errors, strict=True
+        in_flight = self._land(batch)
+        updates: list[SequenceUpdate] = []
+        for sequence, token_ids, logprobs, error in zip(
+            in_flight.outputs, output.token_ids, output.logprobs, output.errors, strict=True
         ):
-            sequence = scheduled[row.row]
-            if sequence.finished:
+            if sequence.status is SequenceStatus.FINISHED:
                 continue
             if error is not None:
                 self.finish(sequence, "error")
                 updates.append(SequenceUpdate(sequence, [], finish_reason="error", error=error))
+            elif sequence.request.beams is not None:
+                assert logprobs is not None
+                updates.extend(beam_group.report(self, sequence, logprobs[0]))
             else:
                 updates.append(self._append(sequence, token_ids, logprobs))
         return updates
 
     def fail_step(self, batch: ScheduledBatch, error: str) -> list[SequenceUpdate]:
-        """A step raised: every sequence in it ends with an error, and nothing of it is kept."""
+        """A step raised: every sequence in it ends with an error, and nothing that it wrote is kept."""
+        self.pool.withdraw(self._in_flight[batch.step].registered)
+        in_flight = self._land(batch)
         updates = []
-        for sequence in self._land(batch):
-            if not sequence.finished:
+        for sequence in dict.fromkeys(in_flight.rows + in_flight.outputs):
+            if sequence.status is not SequenceStatus.FINISHED:
                 self.finish(sequence, "error")
                 updates.append(SequenceUpdate(sequence, [], finish_reason="error", error=error))
         return updates
 
-    # -- inside --------------------------------------------------------------------------------------------
+    def _plan_step(self) -> _Step:
+        step = _Step(budget=self.limits.max_num_batched_tokens)
+        self._schedule_running(step)
+        if not step.preempted:
+            # After a preemption admission would hand the freed blocks straight back.
+            self._admit_waiting(step)
+        return step
 
-    def _schedule_running(self, batch: ScheduledBatch, scheduled: list[Sequence], budget: int) -> int:
-        """Give running sequences their tokens; returns the budget left for admission.
+    # -- running sequences ---------------------------------------------------------------------------------
 
-        After a preemption nothing is left: admission would hand the freed blocks straight back.
-        """
-        num_preemptions = self.num_preemptions
+    def _schedule_running(self, step: _Step) -> None:
+        """Give running sequences their tokens: decodes one each, prompts an even share of the rest."""
+        running = self._running
+        num_decodes = sum(1 for s in running if len(s.token_ids) - s.num_computed_tokens == 1)
+        share = self._prefill_share(step.budget - num_decodes, len(running) - num_decodes)
         index = 0
-        while index < len(self._running) and budget > 0:
-            sequence = self._running[index]
-            # Decodes of sequences that come later in the list keep one token each of the budget.
-            reserve = len(self._running) - index - 1
-            chunk = min(sequence.num_uncomputed_tokens, max(budget - reserve, 1))
-            while not sequence.block_table.grow(sequence.num_computed_tokens + chunk):
-                victim = self._running.pop()
-                self._preempt(victim)
-                if victim is sequence:
-                    return 0
-            self._add_row(batch, scheduled, sequence, chunk)
-            budget -= chunk
+        while index < len(running):
+            sequence = running[index]
+            uncomputed = len(sequence.token_ids) - sequence.num_computed_tokens
+            if uncomputed > 0:  # a beam that waits for the others of its group has nothing to compute
+                chunk = 1 if uncomputed == 1 else min(uncomputed, share)
+                if not self._make_room(step, sequence, chunk):
+                    # A beam group may have been preempted with members before this one.
+                    index = min(index, len(running))
+                    continue
+                self._take(step, sequence, chunk)
             index += 1
-        return budget if self.num_preemptions == num_preemptions else 0
 
-    def _admit_waiting(self, batch: ScheduledBatch, scheduled: list[Sequence], budget: int) -> None:
-        if not self._waiting or budget == 0:
-            return
-        # Blocks that running prefills have yet to take count as taken.
-        promised = sum(s.block_table.blocks_missing(len(s.token_ids)) for s in self._running)
-        while self._waiting and budget > 0 and self._free_slots:
-            sequence = next(iter(self._waiting.values()))
-            needed = sequence.block_table.blocks_missing(len(sequence.token_ids))
-            watermark = self._watermark_blocks if self._running else 0
-            if needed + promised + watermark > self.pool.num_free:
+    def _prefill_share(self, budget: int, num_prefills: int) -> int:
+        """Longest chunk that a prompt in progress gets before newcomers are looked at."""
+        newcomers = 1 if self._waiting and self._free_slots else 0
+        share = max(budget // max(num_prefills + newcomers, 1), 1)
+        threshold = self.limits.long_prefill_token_threshold
+        return min(share, threshold) if threshold else share
+
+    def _make_room(self, step: _Step, sequence: Sequence, chunk: int) -> bool:
+        """Blocks for a running sequence's chunk, preempting whoever is served last; ``False`` if that was
+        the sequence itself."""
+        blocks, computed = sequence.blocks, sequence.num_computed_tokens
+        if chunk == 1 and not blocks.forked and computed % self.pool.block_size:
+            return True
+        blocks.drop_outside_window(computed)
+        while (copies := blocks.grow(computed + chunk, computed)) is None:
+            victim = self._running[-1]
+            self._preempt(step, victim)
+            if sequence.status is not SequenceStatus.RUNNING:
+                return False
+        step.copies.extend(copies)
+        return True
+
+    def _preempt(self, step: _Step, victim: Sequence) -> None:
+        """Back into the queue, to be recomputed; its tokens stay. A beam group goes as a whole."""
+        step.preempted = True
+        members = victim.request.sequences if victim.request.beams is not None else [victim]
+        for sequence in members:
+            if sequence.status is SequenceStatus.RUNNING:
+                self._running.remove(sequence)
+            elif sequence.status is SequenceStatus.WAITING:
+                self._waiting.remove(sequence)
+            else:
+                continue
+            self._unschedule(step, sequence)
+            self.events.record("preempted", sequence.request.request_id, sequence.num_computed_tokens)
+            self._release(sequence)
+            sequence.num_computed_tokens = 0
+            sequence.status = SequenceStatus.WAITING
+            self._waiting.push(sequence)
+        victim.request.beam_reports.clear()
+        victim.request.metrics.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _unschedule(self, step: _Step, sequence: Sequence) -> None:
+        """Take a beam's chunk back out of a step in the making (its group is preempted as a whole)."""
+        for index, (scheduled, chunk) in enumerate(step.chunks):
+            if scheduled is sequence:
+                sequence.num_computed_tokens -= chunk
+                step.budget += chunk
+                del step.chunks[index]
+                # Nothing will be copied into its blocks, nor written to them.
+                held = {b for table in sequence.blocks.tables for b in table.held}
+                step.copies = [copy for copy in step.copies if copy[1] not in held]
+                self.pool.withdraw(b for b in step.registered if b in held)
+                step.registered = [b for b in step.registered if b not in held]
                 return
-            chunk = min(sequence.num_uncomputed_tokens, budget)
-            sequence.block_table.grow(sequence.num_computed_tokens + chunk)
-            promised += sequence.block_table.blocks_missing(len(sequence.token_ids))
-            del self._waiting[sequence.sequence_id]
-            self._start(batch, sequence)
-            self._add_row(batch, scheduled, sequence, chunk)
-            budget -= chunk
 
-    def _start(self, batch: ScheduledBatch, sequence: Sequence) -> None:
+    # -- waiting sequences ---------------------------------------------------------------------------------
+
+    def _admit_waiting(self, step: _Step) -> None:
+        if not self._waiting:
+            return
+        promised = self._promised_blocks(step)
+        held_back: list[Sequence] = []
+        while step.budget > 0 and self._free_slots:
+            sequence = self._waiting.peek()
+            if sequence is None:
+                break
+            adopted = self._adopt_prefix(sequence)
+            needed = self._blocks_to_come(sequence, sequence.num_computed_tokens)
+            # The first sequence and the beams of a group that runs already must get in.
+            alone = not self._running or (sequence.request.beams is not None and sequence.request.admitted)
+            watermark = 0 if alone else self._watermark_blocks
+            if needed + promised + watermark > self.pool.num_free:
+                self._put_back_prefix(sequence, adopted)
+                break
+            chunk = self._first_chunk(step, sequence)
+            if chunk == 0:
+                # It would be one prompt in progress too many; shorter ones behind it may pass.
+                self._put_back_prefix(sequence, adopted)
+                held_back.append(self._waiting.pop())
+                if len(held_back) > self.limits.max_num_partial_prefills:
+                    break
+                continue
+            computed = sequence.num_computed_tokens
+            step.copies.extend(sequence.blocks.grow(computed + chunk, computed) or [])
+            promised += self._blocks_to_come(sequence, computed + chunk)
+            self._waiting.pop()
+            self._start(sequence)
+            self._take(step, sequence, chunk)
+        for sequence in held_back:
+            self._waiting.push(sequence)
+
+    def _first_chunk(self, step: _Step, sequence: Sequence) -> int:
+        """How much of a waiting sequence this step computes; 0 if it must wait."""
+        uncomputed = sequence.num_uncomputed_tokens
+        threshold = self.limits.long_prefill_token_threshold
+        chunk = min(uncomputed, step.budget, threshold or uncomputed)
+        partial = chunk < uncomputed
+        if partial and step.num_partial_prefills >= self.limits.max_num_partial_prefills:
+            return 0
+        return chunk
+
+    def _promised_blocks(self, step: _Step) -> int:
+        """Blocks that prompts in progress have yet to take: they count as taken."""
+        if not step.num_partial_prefills:
+            return 0
+        return sum(
+            self._blocks_to_come(s, s.num_computed_tokens)
+            for s, _ in step.chunks
+            if s.num_computed_tokens < len(s.token_ids)
+        )
+
+    def _blocks_to_come(self, sequence: Sequence, num_computed: int) -> int:
+        """Blocks that a sequence takes until all its present tokens are computed."""
+        return sequence.blocks.blocks_promised(
+            len(sequence.token_ids), num_computed, self.limits.max_num_batched_tokens
+        )
+
+    def _adopt_prefix(self, sequence: Sequence) -> int:
+        """Hold what the prefix cache has of a waiting sequence, but never its last token, which must be
+        computed; returns the number of tokens."""
+        if not sequence.block_hashes or sequence.num_computed_tokens:
+            return 0
+        size = self.pool.block_size
+        max_blocks = (len(sequence.token_ids) - 1) // size
+        adopted = size * sequence.blocks.adopt_prefix(sequence.block_hashes, max_blocks)
+        sequence.num_computed_tokens = adopted
+        self._waiting.num_tokens -= adopted
+        return adopted
+
+    def _put_back_prefix(self, sequence: Sequence, adopted: int) -> None:
+        if adopted:
+            sequence.blocks.release()
+            sequence.num_computed_tokens = 0
+            self._waiting.num_tokens += adopted
+
+    def _start(self, sequence: Sequence) -> None:
+        self._run(sequence)
+        request = sequence.request
+        if not request.admitted:
+            request.admitted = True
+            request.num_cached_tokens = sequence.num_computed_tokens
+            request.metrics.first_scheduled_time = self.events.record(
+                "scheduled", request.request_id, sequence.num_computed_tokens
+            )
+            if request.hash_seed is not None:
+                self.prefix_cache.queries += len(request.prompt_token_ids)
+                self.prefix_cache.hits += sequence.num_computed_tokens
+
+    def _run(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.RUNNING
         sequence.slot = self._free_slots.pop()
+        self._unknown_to_runner.add(sequence.sequence_id)
+        insort(self._running, sequence, key=attrgetter("key"))
+
+    # -- making the batch ----------------------------------------------------------------------------------
+
+    def _take(self, step: _Step, sequence: Sequence, chunk: int) -> None:
+        """Note a chunk whose blocks are there; full blocks can be shared from now on, since every layer
+        writes all of the step's K and V before it attends."""
+        computed = sequence.num_computed_tokens
+        end = sequence.num_computed_tokens = computed + chunk
+        step.budget -= chunk
+        step.chunks.append((sequence, chunk))
+        if end < len(sequence.token_ids):
+            step.num_partial_prefills += 1
+        self._register(step, sequence, computed, end)
+
+    def _register(self, step: _Step, sequence: Sequence, computed: int, end: int) -> None:
+        size = self.pool.block_size
+        first, last = computed // size, end // size
+        seed = sequence.request.hash_seed
+        if seed is None or first == last:
+            return
+        hashes = sequence.block_hashes
+        while len(hashes) < last:
+            start = len(hashes) * size
+            parent = hashes[-1] if hashes else seed
+            hashes.append(next_hash(parent, sequence.token_ids[start : start + size]))
+        step.registered.extend(sequence.blocks.register(hashes, first, last))
+
+    def _extend_prefills(self, step: _Step) -> None:
+        """What newcomers left of the budget goes to prompts in progress, in order of service."""
+        threshold = self.limits.long_prefill_token_threshold
+        for index, (sequence, chunk) in enumerate(step.chunks):
+            computed = sequence.num_computed_tokens
+            uncomputed = len(sequence.token_ids) - computed
+            more = min(uncomputed, step.budget, threshold - chunk if threshold else uncomputed)
+            if more <= 0:
+                continue
+            sequence.blocks.drop_outside_window(computed - chunk)
+            copies = sequence.blocks.grow(computed + more, computed)
+            if copies is None:
+                return
+            step.copies.extend(copies)
+            step.budget -= more
+            sequence.num_computed_tokens = computed + more
+            step.chunks[index] = (sequence, chunk + more)
+            self._register(step, sequence, computed, computed + more)
+
+    def _make_batch(self, step: _Step) -> ScheduledBatch:
+        batch = ScheduledBatch(step=self._num_steps, block_copies=step.copies)
+        in_flight = _InFlight([], [], step.registered)
+        rows, output_rows, unknown = batch.rows, batch.output_rows, self._unknown_to_runner
+        for sequence, chunk in step.chunks:
+            end = sequence.num_computed_tokens
+            if unknown and sequence.sequence_id in unknown:
+                batch.new_sequences.append(self._new_sequence(sequence, end - chunk))
+                new_token_ids, updates = [], NO_UPDATES
+            else:
+                new_token_ids = sequence.token_ids[sequence.num_sent_tokens :]
+                updates = sequence.blocks.take_updates() if sequence.blocks.has_news else NO_UPDATES
+                sequence.num_sent_tokens = len(sequence.token_ids)
+            row = len(rows)
+            rows.append(ScheduledRow(sequence.slot, end - chunk, chunk, new_token_ids, updates))
+            sequence.in_flight = True
+            in_flight.rows.append(sequence)
+            if end == len(sequence.token_ids):
+                output_rows.append(OutputRow(row, sequence.sequence_id))
+                in_flight.outputs.append(sequence)
+                if self._num_pending and end == sequence.num_prompt_tokens:
+                    self._fork_siblings(batch, in_flight, sequence, row)
+        batch.finished_slots, self._finished_slots = self._finished_slots, []
+        self._in_flight[batch.step] = in_flight
+        self._num_steps += 1
+        return batch
+
+    def _fork_siblings(self, batch: ScheduledBatch, in_flight: _InFlight, leader: Sequence, row: int) -> None:
+        """The prompt will be computed when this step returns: its siblings draw their first token from the
+        same row. Those that find no slot queue for themselves (and find the prompt in the prefix cache)."""
+        for sibling in leader.request.sequences:
+            if sibling.status is not SequenceStatus.PENDING:
+                continue
+            self._num_pending -= 1
+            sibling.block_hashes = list(leader.block_hashes)
+            if not self._free_slots:
+                sibling.status = SequenceStatus.WAITING
+                self._waiting.push(sibling)
+                continue
+            sibling.blocks = leader.blocks.fork()
+            sibling.num_computed_tokens = leader.num_computed_tokens
+            sibling.in_flight = True
+            self._run(sibling)
+            batch.new_sequences.append(self._new_sequence(sibling, sibling.num_computed_tokens))
+            batch.output_rows.append(OutputRow(row, sibling.sequence_id))
+            in_flight.outputs.append(sibling)
+
+    def _new_sequence(self, sequence: Sequence, num_computed_tokens: int) -> NewSequence:
+        self._unknown_to_runner.discard(sequence.sequence_id)
         sequence.num_sent_tokens = len(sequence.token_ids)
-        sequence.num_sent_blocks = len(sequence.block_table)
-        metrics = sequence.request.metrics
-        if metrics.first_scheduled_time is None:
-            metrics.first_scheduled_time = time.monotonic()
-        self._running.append(sequence)
-        batch.new_sequences.append(
-            NewSequence(
-                slot=sequence.slot,
-                sequence_id=sequence.sequence_id,
-                token_ids=list(sequence.token_ids),
-                num_computed_tokens=sequence.num_computed_tokens,
-                block_ids=list(sequence.block_table.block_ids),
-                params=sequence.request.params,
-                seed=sequence.seed,
-                choice_index=sequence.choice_index,
-                num_prompt_tokens=sequence.num_prompt_tokens,
-            )
+        request = sequence.request
+        return NewSequence(
+            slot=sequence.slot,
+            sequence_id=sequence.sequence_id,
+            token_ids=list(sequence.token_ids),
+            num_computed_tokens=num_computed_tokens,
+            block_ids=sequence.blocks.all_blocks(),
+            params=request.params,
+            num_logprobs=request.num_logprobs,
+            seed=sequence.seed,
+            choice_index=sequence.choice_index,
+            num_prompt_tokens=sequence.num_prompt_tokens,
         )
 
-    def _add_row(
-        self, batch: ScheduledBatch, scheduled: list[Sequence], sequence: Sequence, num_tokens: int
-    ) -> None:
-        assert sequence.slot is not None
-        row = len(batch.rows)
-        batch.rows.append(
-            ScheduledRow(
-                slot=sequence.slot,
-                num_computed_tokens=sequence.num_computed_tokens,
-                num_tokens=num_tokens,
-                new_token_ids=sequence.token_ids[sequence.num_sent_tokens :],
-                new_block_ids=sequence.block_table.block_ids[sequence.num_sent_blocks :],
-            )
-        )
-        sequence.num_sent_tokens = len(sequence.token_ids)
-        sequence.num_sent_blocks = len(sequence.block_table)
-        sequence.num_computed_tokens += num_tokens
-        if sequence.num_uncomputed_tokens == 0:
-            batch.output_rows.append(OutputRow(row, sequence.sequence_id))
-        scheduled.append(sequence)
+    # -- after a step --------------------------------------------------------------------------------------
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue, to be recomputed; its tokens stay."""
-        sequence.block_table.release()
-        self._give_back_slot(sequence)
-        sequence.num_computed_tokens = 0
-        sequence.status = SequenceStatus.WAITING
-        sequence.request.metrics.num_preemptions += 1
-        self.num_preemptions += 1
-        self._waiting[sequence.sequence_id] = sequence
-        self._waiting.move_to_end(sequence.sequence_id, last=False)
+    def _land(self, batch: ScheduledBatch) -> _InFlight:
+        """A step has returned: what it used and is done with can be freed."""
+        in_flight = self._in_flight.pop(batch.step)
+        for sequence in in_flight.rows + in_flight.outputs:
+            if sequence.in_flight:
+                sequence.in_flight = False
+                if sequence.status is SequenceStatus.FINISHED:
+                    self._release(sequence)
+        return in_flight
 
-    def _land(self, batch: ScheduledBatch) -> list[Sequence]:
-        """The sequences of a step that has returned, no longer in flight."""
-        scheduled = self._in_flight.pop(batch.step)
-        for sequence in scheduled:
-            sequence.in_flight = False
-            if sequence.finished:
-                self._release(sequence)
-        return scheduled
-
-    def _append(self, sequence: Sequence, token_ids: list[int], logprobs: list | None) -> SequenceUpdate:
-        update = SequenceUpdate(sequence, [], logprobs)
-        for token_id in token_ids:
+    def _append(
+        self, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> SequenceUpdate:
+        update = SequenceUpdate(sequence, token_ids, logprobs)
+        for count, token_id in enumerate(token_ids, start=1):
             sequence.token_ids.append(token_id)
-            update.token_ids.append(token_id)
-            update.finish_reason, update.stop_reason = _ending(sequence, token_id)
-            if update.finish_reason is not None:
-                self.finish(sequence, update.finish_reason, update.stop_reason)
+            reason, stop_reason = _ending(sequence, token_id)
+            if reason is not None:
+                update.finish_reason, update.stop_reason = reason, stop_reason
+                update.token_ids = token_ids[:count]
+                self.finish(sequence, reason, stop_reason)
                 break
         return update
 
     def _release(self, sequence: Sequence) -> None:
-        sequence.block_table.release()
-        self._give_back_slot(sequence)
-
-    def _give_back_slot(self, sequence: Sequence) -> None:
-        if sequence.slot is not None:
+        sequence.blocks.release()
+        self._unknown_to_runner.discard(sequence.sequence_id)
+        if sequence.slot >= 0:
             self._finished_slots.append(sequence.slot)
             self._free_slots.append(sequence.slot)
-            sequence.slot = None
+            sequence.slot = -1
+
+    def start_fork(self, sequence: Sequence) -> None:
+        """Let a beam's fork run; without a free slot it waits, and keeps its blocks."""
+        if self._free_slots:
+            self._run(sequence)
+        else:
+            sequence.status = SequenceStatus.WAITING
+            self._waiting.push(sequence)
+
+    # -- debugging -----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Every held block counts its holders, and is still the one that its holder was given.
+
+        Raises:
+            AssertionError: a block was freed, reused or counted wrongly.
+        """
+        holders: dict[int, int] = {}
+        live = {s.sequence_id: s for s in self.sequences()}
+        for in_flight in self._in_flight.values():
+            live.update((s.sequence_id, s) for s in in_flight.rows + in_flight.outputs)
+        for sequence in live.values():
+            sequence.blocks.check_generations()
+            for table in sequence.blocks.tables:
+                for block_id in table.held:
+                    holders[block_id] = holders.get(block_id, 0) + 1
+        for block_id in range(self.pool.num_blocks):
+            count = self.pool.reference_count(block_id)
+            assert count == holders.get(block_id, 0), f"block {block_id}: {count} counted, {holders}"
 
 
 def _ending(sequence: Sequence, token_id: int) -> tuple[str | None, str | int | None]:
     """Whether the token just appended ends the sequence: (finish reason, stop reason)."""
     request, params = sequence.request, sequence.request.params
-    num_output = sequence.num_output_tokens
+    length = len(sequence.token_ids)
+    num_output = length - sequence.num_prompt_tokens
     if num_output >= params.min_tokens:
         if token_id in request.eos_token_ids and not params.ignore_eos:
             return "stop", None
@@ -275,6 +595,6 @@ def _ending(sequence: Sequence, token_id: int) -> tuple[str | None, str | int | 
             return "stop", token_id
     if params.max_tokens is not None and num_output >= params.max_tokens:
         return "length", None
-    if len(sequence.token_ids) >= request.max_total_tokens:
+    if length >= request.max_total_tokens:
         return "length", None
     return None, None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from streamllm.errors import RequestFailedError, StreamLLMError
 from streamllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -32,6 +34,7 @@ class RequestStream:
         output_kind: RequestOutputKind,
         metrics: RequestMetrics,
         abort: Callable[[], None],
+        selection: Selection | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -39,7 +42,10 @@ class RequestStream:
         self._kind = output_kind
         self._metrics = metrics
         self._abort = abort
-        self._unfinished = num_choices
+        self._selection = selection
+        self._unfinished = dict.fromkeys(range(num_choices))
+        self.num_cached_tokens = 0
+        self.num_pushed_tokens = 0
         self._choices: dict[int, CompletionOutput] = {}
         self._has_news = False
         self._exhausted = False
@@ -68,7 +74,7 @@ class RequestStream:
     @property
     def finished(self) -> bool:
         """Whether nothing more will be pushed: every choice has ended, or the request has failed."""
-        return self._unfinished == 0 or self._error is not None
+        return not self._unfinished or self._error is not None
 
     # -- the engine's side ---------------------------------------------------------------------------------
 
@@ -79,15 +85,21 @@ class RequestStream:
             self._choices[delta.index] = delta
         else:
             _merge(known, delta)
+        self.num_pushed_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
-            self._unfinished -= 1
+            self._unfinished.pop(delta.index, None)
         self._has_news = True
-        if self._kind is not RequestOutputKind.FINAL_ONLY or self._unfinished == 0:
+        if self._kind is not RequestOutputKind.FINAL_ONLY or not self._unfinished:
             self._ready.set()
+
+    def abort_unfinished(self) -> None:
+        """End every choice that has not ended."""
+        for index in list(self._unfinished):
+            self.push(CompletionOutput(index=index, finish_reason="abort"))
 
     def fail(self, error: StreamLLMError | str) -> None:
         """End the stream with an error; what was produced before it is still delivered."""
-        if self._error is None and self._unfinished:
+        if not self.finished:
             self._error = RequestFailedError(error) if isinstance(error, str) else error
             if self._kind is RequestOutputKind.FINAL_ONLY:
                 self._has_news = False
@@ -95,12 +107,14 @@ class RequestStream:
 
     def _take(self) -> RequestOutput:
         choices = sorted(self._choices.values(), key=lambda choice: choice.index)
+        finished = not self._unfinished
         if self._kind is RequestOutputKind.CUMULATIVE:
             choices = [_snapshot(choice) for choice in choices]
         else:
             self._choices = {}
+        if finished and self._selection is not None:
+            choices = self._selection.apply(choices)
         self._has_news = False
-        finished = self._unfinished == 0
         self._exhausted = finished
         if not finished and self._error is None:
             self._ready.clear()
@@ -111,13 +125,43 @@ class RequestStream:
             outputs=choices,
             finished=finished,
             metrics=self._metrics,
+            num_cached_tokens=self.num_cached_tokens,
         )
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which choices of ``best_of`` are returned: those with the highest logprob per token.
+
+    Attributes:
+        count: how many.
+        show_logprobs: whether the client asked for logprobs.
+    """
+
+    count: int
+    show_logprobs: bool
+
+    def apply(self, choices: list[CompletionOutput]) -> list[CompletionOutput]:
+        """The best choices, best first, numbered anew."""
+
+        def logprob_per_token(choice: CompletionOutput) -> float:
+            if choice.cumulative_logprob is None:  # aborted before its first token
+                return -math.inf
+            return choice.cumulative_logprob / len(choice.token_ids)
+
+        best = sorted(choices, key=logprob_per_token, reverse=True)[: self.count]
+        for index, choice in enumerate(best):
+            choice.index = index
+            if not self.show_logprobs:
+                choice.logprobs = choice.cumulative_logprob = None
+        return best
 
 
 def _merge(known: CompletionOutput, delta: CompletionOutput) -> None:
     known.text += delta.text
     known.token_ids.extend(delta.token_ids)
-    known.cumulative_logprob = delta.cumulative_logprob
+    if delta.cumulative_logprob is not None:
+        known.cumulative_logprob = delta.cumulative_logprob
     if delta.logprobs is not None:
         known.logprobs = [*(known.logprobs or []), *delta.logprobs]
     known.finish_reason = delta.finish_reason

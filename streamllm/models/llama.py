@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from streamllm.models.kv_layout import kv_layout
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.weights import WeightLoader
 from streamllm.ops import Attention, Buffer, Matrix, Ops, RMSNorm
@@ -71,6 +72,7 @@ def load_weights(loader: WeightLoader, config: ModelConfig) -> LlamaModel:
 def _load_layer(loader: WeightLoader, config: ModelConfig, index: int) -> LlamaLayer:
     prefix, hidden, eps = f"model.layers.{index}", config.hidden_size, config.rms_norm_eps
     q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    group, place = kv_layout(config.layer_windows).places[index]
     self_attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     return LlamaLayer(
         input_norm=loader.norm(f"{prefix}.input_layernorm", hidden, eps),
@@ -84,7 +86,8 @@ def _load_layer(loader: WeightLoader, config: ModelConfig, index: int) -> LlamaL
             bias=config.qkv_bias,
         ),
         attention=Attention(
-            layer=index,
+            group=group,
+            place=place,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,

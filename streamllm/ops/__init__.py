@@ -39,7 +39,8 @@ class Attention:
     """One layer's attention, as the operations need to know it.
 
     Attributes:
-        layer: which layer's planes of the KV cache it owns.
+        group: the KV group whose block tables it reads.
+        place: which of the cache's planes it owns: its number among the group's layers.
         num_heads, num_kv_heads: query heads and the fewer key/value heads that groups of them share.
         head_dim: width of a head.
         rotary_dim: leading dimensions of a head that are rotated; even.
@@ -49,7 +50,8 @@ class Attention:
         q_norm, k_norm: norms over each head before the rotation, or ``None``.
     """
 
-    layer: int
+    group: int
+    place: int
     num_heads: int
     num_kv_heads: int
     head_dim: int

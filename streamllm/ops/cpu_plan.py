@@ -180,7 +180,7 @@ class CpuOps:
     def rotary_and_cache(self, qkv: PlanBuffer, batch: StepInputs, attention: Attention) -> PlanBuffer:
         q_norm, k_norm = attention.q_norm, attention.k_norm
         norm = q_norm or k_norm
-        keys, values = batch.kv_cache.planes[attention.layer]
+        keys, values = batch.kv_cache.planes[attention.place]
         self._record(
             (qkv,),
             lambda plan: plan.rotary_and_cache(
@@ -196,7 +196,7 @@ class CpuOps:
                 _address(batch.rope_cos),
                 _address(batch.rope_sin),
                 _address(batch.rope_rows),
-                _address(batch.slot_mapping),
+                _address(batch.slot_mapping[attention.group]),
                 _address(keys),
                 _address(values),
                 batch.kv_cache.dtype_name,
@@ -209,7 +209,7 @@ class CpuOps:
 
     def paged_attention(self, q: PlanBuffer, batch: StepInputs, attention: Attention) -> PlanBuffer:
         out = self._new(attention.q_width)
-        keys, values = batch.kv_cache.planes[attention.layer]
+        keys, values = batch.kv_cache.planes[attention.place]
         self._record(
             (q, out),
             lambda plan: plan.paged_attention(
@@ -225,7 +225,7 @@ class CpuOps:
                 attention.soft_cap,
                 _address(batch.query_start),
                 _address(batch.context_lens),
-                _address(batch.block_tables),
+                _address(batch.block_tables[attention.group]),
                 _address(keys),
                 _address(values),
                 batch.kv_cache.dtype_name,

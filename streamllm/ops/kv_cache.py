@@ -22,9 +22,9 @@ DTYPES: dict[str, Any] = {"float32": np.dtype(np.float32), "float16": np.dtype(n
 
 
 def kv_bytes_per_block(
-    num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, kv_cache_dtype: str
+    layers_per_block: int, num_kv_heads: int, head_dim: int, block_size: int, kv_cache_dtype: str
 ) -> int:
-    """Bytes that one block takes over all layers, keys and values.
+    """Bytes that one block takes: keys and values of ``layers_per_block`` layers.
 
     Raises:
         ConfigError: an unknown dtype, or a block size that is not a positive multiple of 16.
@@ -33,20 +33,21 @@ def kv_bytes_per_block(
         raise ConfigError(f"kv_cache_dtype must be one of {', '.join(DTYPES)}, got {kv_cache_dtype!r}.")
     if block_size <= 0 or block_size % KEY_LANES:
         raise ConfigError(f"block_size must be a positive multiple of {KEY_LANES}, got {block_size}.")
-    return num_layers * 2 * num_kv_heads * block_size * head_dim * DTYPES[kv_cache_dtype].itemsize
+    return layers_per_block * 2 * num_kv_heads * block_size * head_dim * DTYPES[kv_cache_dtype].itemsize
 
 
 class KVCache:
-    """Keys and values of ``num_blocks`` blocks, for every layer; page-aligned, zeroed, untouched pages free.
+    """Keys and values of ``num_blocks`` blocks; page-aligned, zeroed, untouched pages free.
 
     Attributes:
-        planes: ``[num_layers, 2 (key, value), num_blocks, num_kv_heads * block_size * head_dim]``.
+        planes: ``[layers_per_block, 2 (key, value), num_blocks, num_kv_heads * block_size * head_dim]``.
+            Plane ``p`` serves the ``p``-th layer of every KV group, whose blocks are different ones.
     """
 
     def __init__(
         self,
         *,
-        num_layers: int,
+        layers_per_block: int,
         num_blocks: int,
         block_size: int,
         num_kv_heads: int,
@@ -54,7 +55,7 @@ class KVCache:
         kv_cache_dtype: str,
     ):
         self.num_bytes = num_blocks * kv_bytes_per_block(
-            num_layers, num_kv_heads, head_dim, block_size, kv_cache_dtype
+            layers_per_block, num_kv_heads, head_dim, block_size, kv_cache_dtype
         )
         if num_blocks < 1:
             raise ConfigError(f"the KV cache needs at least one block, got {num_blocks}.")
@@ -70,23 +71,23 @@ class KVCache:
                 f"Not enough memory for a KV cache of {self.num_bytes / 2**30:.2f} GiB; ask for fewer blocks."
             ) from error
         self.planes = np.frombuffer(memory, DTYPES[kv_cache_dtype]).reshape(
-            num_layers, 2, num_blocks, num_kv_heads * block_size * head_dim
+            layers_per_block, 2, num_blocks, num_kv_heads * block_size * head_dim
         )
 
-    def keys(self, layer: int) -> np.ndarray:
+    def keys(self, place: int) -> np.ndarray:
         """``[num_blocks, num_kv_heads, block_size / 16, head_dim, 16]``, a view."""
-        return self.planes[layer, 0].reshape(
+        return self.planes[place, 0].reshape(
             self.num_blocks, self.num_kv_heads, self.block_size // KEY_LANES, self.head_dim, KEY_LANES
         )
 
-    def values(self, layer: int) -> np.ndarray:
+    def values(self, place: int) -> np.ndarray:
         """``[num_blocks, num_kv_heads, block_size, head_dim]``, a view."""
-        return self.planes[layer, 1].reshape(
+        return self.planes[place, 1].reshape(
             self.num_blocks, self.num_kv_heads, self.block_size, self.head_dim
         )
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks ``(source, destination)`` in every layer; all are read before any is written."""
+        """Copies blocks ``(source, destination)`` in every plane; all are read before any is written."""
         if copies:
             sources, destinations = np.array(copies).T
             self.planes[:, :, destinations] = self.planes[:, :, sources]

@@ -12,8 +12,8 @@ import numpy as np
 
 from streamllm.ops.kv_cache import KVCache
 
-MAX_LOGPROBS = 20
-"""Alternatives that a sampled token can be reported with."""
+MAX_LOGPROBS = 64
+"""Alternatives that a sampled token can be reported with: 20 for clients, more for beam search."""
 
 
 @dataclass(slots=True)
@@ -23,11 +23,12 @@ class StepInputs:
     Attributes:
         token_ids: int32 ``[max_tokens]``, the chunks of all sequences one after the other.
         rope_rows: int32 ``[max_tokens]``, each token's row in the rotary table.
-        slot_mapping: int64 ``[max_tokens]``, ``block * block_size + offset`` where its K and V go.
+        slot_mapping: int64 ``[num_groups, max_tokens]``, ``block * block_size + offset`` where each token's K
+            and V go in the layers of a KV group.
         query_start: int32 ``[max_sequences + 1]``; sequence ``s`` owns rows ``[query_start[s],
             query_start[s + 1])``.
         context_lens: int32 ``[max_sequences]``, tokens of the sequence up to and with its last row here.
-        block_tables: int64 ``[max_sequences]``, the address of each sequence's int32 block ids.
+        block_tables: int64 ``[num_groups, max_sequences]``, the address of each sequence's int32 block ids.
         output_rows: int32 ``[max_outputs]``, rows whose hidden state is wanted.
         rope_cos, rope_sin: float32 ``[*, rotary_dim / 2]``.
         kv_cache: the pool that ``slot_mapping`` and ``block_tables`` speak of.
@@ -56,14 +57,15 @@ class StepInputs:
         rope_cos: np.ndarray,
         rope_sin: np.ndarray,
         kv_cache: KVCache,
+        num_groups: int = 1,
     ) -> StepInputs:
         return cls(
             token_ids=np.zeros(max_tokens, np.int32),
             rope_rows=np.zeros(max_tokens, np.int32),
-            slot_mapping=np.zeros(max_tokens, np.int64),
+            slot_mapping=np.zeros((num_groups, max_tokens), np.int64),
             query_start=np.zeros(max_sequences + 1, np.int32),
             context_lens=np.zeros(max_sequences, np.int32),
-            block_tables=np.zeros(max_sequences, np.int64),
+            block_tables=np.zeros((num_groups, max_sequences), np.int64),
             output_rows=np.zeros(max_sequences, np.int32),
             rope_cos=rope_cos,
             rope_sin=rope_sin,

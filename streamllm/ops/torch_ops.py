@@ -109,12 +109,12 @@ class TorchOps:
     @staticmethod
     def _write_cache(k: Tensor, v: Tensor, batch: StepInputs, attention: Attention) -> None:
         cache = batch.kv_cache
-        keys = torch.from_numpy(cache.keys(attention.layer))
-        values = torch.from_numpy(cache.values(attention.layer))
+        keys = torch.from_numpy(cache.keys(attention.place))
+        values = torch.from_numpy(cache.values(attention.place))
         if keys.dtype == torch.float16:
             limit = torch.finfo(torch.float16).max
             k, v = k.clamp(-limit, limit), v.clamp(-limit, limit)
-        slots = _tensor(batch.slot_mapping, batch.num_tokens)
+        slots = _tensor(batch.slot_mapping[attention.group], batch.num_tokens)
         written = slots >= 0
         slots = slots[written]
         block, offset = slots // cache.block_size, slots % cache.block_size
@@ -127,12 +127,13 @@ class TorchOps:
         cache, context = batch.kv_cache, int(batch.context_lens[sequence])
         num_rows, heads, kv_heads = len(q), attention.num_heads, attention.num_kv_heads
         num_blocks = -(-context // cache.block_size)
-        address = int(batch.block_tables[sequence])
+        address = int(batch.block_tables[attention.group, sequence])
         table = np.ctypeslib.as_array((ctypes.c_int32 * num_blocks).from_address(address))
-        blocks = _tensor(table, num_blocks)
-        keys = torch.from_numpy(cache.keys(attention.layer))[blocks].float()
+        # Blocks that left the window stand as -1; what is read in their place is masked.
+        blocks = _tensor(table, num_blocks).clamp(min=0)
+        keys = torch.from_numpy(cache.keys(attention.place))[blocks].float()
         keys = keys.permute(1, 0, 2, 4, 3).reshape(kv_heads, -1, attention.head_dim)[:, :context]
-        values = torch.from_numpy(cache.values(attention.layer))[blocks].float()
+        values = torch.from_numpy(cache.values(attention.place))[blocks].float()
         values = values.transpose(0, 1).reshape(kv_heads, -1, attention.head_dim)[:, :context]
         queries = q.view(num_rows, kv_heads, heads // kv_heads, attention.head_dim).permute(1, 2, 0, 3)
         scores = queries @ keys.transpose(1, 2)[:, None] * attention.scale

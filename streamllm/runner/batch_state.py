@@ -17,12 +17,15 @@ class BatchState:
 
     Args:
         max_num_seqs: number of slots.
+        num_groups: KV groups, each with a block table of its own.
     """
 
-    def __init__(self, max_num_seqs: int):
+    def __init__(self, max_num_seqs: int, num_groups: int = 1):
+        self._num_groups = num_groups
         self._tokens: list[array[int] | None] = [None] * max_num_seqs
-        self._blocks: list[array[int]] = [array("i") for _ in range(max_num_seqs)]
-        self._block_addresses: list[int] = [0] * max_num_seqs
+        # By group, then slot.
+        self._blocks = [[array("i") for _ in range(max_num_seqs)] for _ in range(num_groups)]
+        self._block_addresses = [[0] * max_num_seqs for _ in range(num_groups)]
         self._slot_of: dict[int, int] = {}
         self._sequence_ids: list[int] = [-1] * max_num_seqs
         self._num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
@@ -43,9 +46,9 @@ class BatchState:
         tokens = self._tokens[slot]
         return [] if tokens is None else tokens.tolist()
 
-    def block_ids(self, slot: int) -> list[int]:
-        """Its blocks, in logical order."""
-        return self._blocks[slot].tolist()
+    def block_ids(self, slot: int) -> list[list[int]]:
+        """Its blocks in logical order, one list a KV group."""
+        return [blocks[slot].tolist() for blocks in self._blocks]
 
     def update(self, batch: ScheduledBatch) -> None:
         """Takes finished sequences out, new ones in, and appends each row's new tokens and blocks.
@@ -64,49 +67,57 @@ class BatchState:
                 raise ValueError(f"slot {slot} is scheduled but holds no sequence")
             if row.new_token_ids:
                 tokens.extend(row.new_token_ids)
-            if row.new_block_ids:
-                blocks = self._blocks[slot]
-                blocks.extend(row.new_block_ids)
-                self._block_addresses[slot] = blocks.buffer_info()[0]
+            for group, first, block_ids in row.block_updates:
+                blocks = self._blocks[group][slot]
+                blocks[first:] = array("i", block_ids)
+                self._block_addresses[group][slot] = blocks.buffer_info()[0]
 
     def fill(self, batch: ScheduledBatch, inputs: StepInputs, sampling: SamplingBuffers) -> None:
         """Writes the step's arrays.
 
         ``inputs.rope_rows`` gets each token's position. Sampling rows follow ``batch.output_rows``.
         """
-        block_size = inputs.kv_cache.block_size
         token_ids: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
-        query_start, context_lens, block_tables = [0], [], []
+        query_start, context_lens = [0], []
         for row in batch.rows:
-            tokens, blocks, start = self._tokens[row.slot], self._blocks[row.slot], row.num_computed_tokens
+            tokens, start = self._tokens[row.slot], row.num_computed_tokens
             assert tokens is not None
+            end = start + row.num_tokens
             if row.num_tokens == 1:
-                end = start + 1
                 token_ids.append(tokens[start])
                 positions.append(start)
-                slots.append(blocks[start // block_size] * block_size + start % block_size)
             else:
-                end = start + row.num_tokens
                 token_ids.extend(tokens[start:end])
                 positions.extend(range(start, end))
-                slots.extend(
-                    blocks[position // block_size] * block_size + position % block_size
-                    for position in range(start, end)
-                )
             query_start.append(len(positions))
             context_lens.append(end)
-            block_tables.append(self._block_addresses[row.slot])
         num_tokens, num_sequences = len(positions), len(context_lens)
         inputs.token_ids[:num_tokens] = token_ids
         inputs.rope_rows[:num_tokens] = positions
-        inputs.slot_mapping[:num_tokens] = slots
         inputs.query_start[: num_sequences + 1] = query_start
         inputs.context_lens[:num_sequences] = context_lens
-        inputs.block_tables[:num_sequences] = block_tables
         inputs.num_tokens, inputs.num_sequences = num_tokens, num_sequences
+        for group in range(self._num_groups):
+            self._fill_group(batch, inputs, group)
         self._fill_outputs(batch, inputs, sampling)
+
+    def _fill_group(self, batch: ScheduledBatch, inputs: StepInputs, group: int) -> None:
+        """Where each token's K and V go, and where each sequence's blocks stand, for one KV group."""
+        block_size = inputs.kv_cache.block_size
+        tables, addresses = self._blocks[group], self._block_addresses[group]
+        slots: list[int] = []
+        for row in batch.rows:
+            blocks, start = tables[row.slot], row.num_computed_tokens
+            if row.num_tokens == 1:
+                slots.append(blocks[start // block_size] * block_size + start % block_size)
+            else:
+                slots.extend(
+                    blocks[position // block_size] * block_size + position % block_size
+                    for position in range(start, start + row.num_tokens)
+                )
+        inputs.slot_mapping[group, : inputs.num_tokens] = slots
+        inputs.block_tables[group, : inputs.num_sequences] = [addresses[row.slot] for row in batch.rows]
 
     def prompt_lengths(self, batch: ScheduledBatch) -> np.ndarray:
         """For each token of the step the length of its sequence's prompt, int32 ``[num_tokens]``."""
@@ -136,16 +147,18 @@ class BatchState:
         self._slot_of.pop(self._sequence_ids[slot], None)
         self._sequence_ids[slot] = -1
         self._tokens[slot] = None
-        self._blocks[slot] = array("i")
-        self._block_addresses[slot] = 0
+        for blocks, addresses in zip(self._blocks, self._block_addresses, strict=True):
+            blocks[slot] = array("i")
+            addresses[slot] = 0
 
     def _add(self, sequence: NewSequence) -> None:
         slot, params = sequence.slot, sequence.params
         if self._tokens[slot] is not None:
             raise ValueError(f"slot {slot} already holds sequence {self._sequence_ids[slot]}")
         self._tokens[slot] = array("i", sequence.token_ids)
-        blocks = self._blocks[slot] = array("i", sequence.block_ids)
-        self._block_addresses[slot] = blocks.buffer_info()[0]
+        for group, block_ids in enumerate(sequence.block_ids):
+            blocks = self._blocks[group][slot] = array("i", block_ids)
+            self._block_addresses[group][slot] = blocks.buffer_info()[0]
         self._slot_of[sequence.sequence_id] = slot
         self._sequence_ids[slot] = sequence.sequence_id
         self._num_prompt_tokens[slot] = sequence.num_prompt_tokens
@@ -155,4 +168,4 @@ class BatchState:
         self._min_p[slot] = params.min_p
         self._seed[slot] = sequence.seed & _MASK64
         self._choice[slot] = sequence.choice_index
-        self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self._num_logprobs[slot] = -1 if sequence.num_logprobs is None else sequence.num_logprobs

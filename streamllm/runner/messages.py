@@ -12,6 +12,13 @@ from enum import Enum
 
 from streamllm.sampling_params import SamplingParams
 
+BlockUpdate = tuple[int, int, list[int]]
+"""(KV group, first logical index, physical blocks from there on). A block that left its group's window is -1
+and never read."""
+
+BlockCopy = tuple[int, int]
+"""(source, destination): a block to copy, in every layer, before the forward writes anything."""
+
 
 class RowPurpose(Enum):
     """Why a row's hidden state is wanted after the forward."""
@@ -28,8 +35,9 @@ class NewSequence:
         sequence_id: unique in the engine; names it in output rows.
         token_ids: all tokens known so far (prompt, and output after a preemption).
         num_computed_tokens: leading tokens whose K and V are already in the cache.
-        block_ids: physical blocks, in logical order.
+        block_ids: physical blocks in logical order, one list a KV group.
         params: sampling parameters of its request.
+        num_logprobs: likeliest tokens to report per sampled one, ``None`` for no logprobs.
         seed: 64-bit seed of its random numbers.
         choice_index: which choice of its request it is; part of the random counter.
         num_prompt_tokens: where output begins; random counters start there.
@@ -39,8 +47,9 @@ class NewSequence:
     sequence_id: int
     token_ids: list[int]
     num_computed_tokens: int
-    block_ids: list[int]
+    block_ids: list[list[int]]
     params: SamplingParams
+    num_logprobs: int | None
     seed: int
     choice_index: int
     num_prompt_tokens: int
@@ -56,19 +65,22 @@ class ScheduledRow:
         num_tokens: length of the chunk: K and V of positions ``[num_computed_tokens, +num_tokens)`` are
             computed in this step.
         new_token_ids: tokens appended since the runner last heard of the sequence.
-        new_block_ids: blocks appended since then.
+        block_updates: blocks appended or replaced since then.
     """
 
     slot: int
     num_computed_tokens: int
     num_tokens: int
     new_token_ids: list[int]
-    new_block_ids: list[int]
+    block_updates: list[BlockUpdate]
 
 
 @dataclass(slots=True)
 class OutputRow:
-    """A row of the step whose logits are wanted: the last token of ``rows[row]``'s chunk."""
+    """A row of the step whose logits are wanted: the last token of ``rows[row]``'s chunk.
+
+    Several output rows may name one row: the forks of a sequence each draw their own next token from it.
+    """
 
     row: int
     sequence_id: int
@@ -81,12 +93,12 @@ class ScheduledBatch:
 
     Attributes:
         step: number of the step, counting from 0.
-        new_sequences: sequences that enter; each also has a row.
+        new_sequences: sequences that enter. Each has a row, or (a fork) an output row on another's.
         rows: one entry a scheduled sequence, in the order of their tokens in the flat batch.
         output_rows: rows that produce an output. A chunk that ends before the sequence's last known token
             has none.
         finished_slots: slots given back since the last step.
-        block_copies: (source, destination) blocks to copy before the forward.
+        block_copies: blocks to copy before the forward.
     """
 
     step: int
@@ -94,7 +106,7 @@ class ScheduledBatch:
     rows: list[ScheduledRow] = field(default_factory=list)
     output_rows: list[OutputRow] = field(default_factory=list)
     finished_slots: list[int] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    block_copies: list[BlockCopy] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -6,6 +6,7 @@ import numpy as np
 
 from streamllm.errors import ConfigError, ModelLoadError
 from streamllm.models.checkpoint import Checkpoint
+from streamllm.models.kv_layout import kv_layout
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.registry import family_of
 from streamllm.models.rope import RopeTable
@@ -37,6 +38,7 @@ class ModelRunner:
 
     Attributes:
         num_blocks: blocks of the KV cache.
+        num_groups: KV groups, each with a block table a sequence.
         weight_bytes: memory that the weights take.
         vocab_size: logits a row.
         event_fd: becomes readable when the submitted phase is done; ``None``: phases run as they are called.
@@ -64,8 +66,10 @@ class ModelRunner:
         sampled_vocab_size: int | None = None,
     ):
         family = family_of(model_config.architecture)
+        layout = kv_layout(model_config.layer_windows)
         _check_supported(model_config)
         self.num_blocks = num_blocks
+        self.num_groups = layout.num_groups
         self.vocab_size = model_config.vocab_size
         self.in_flight = False
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -73,7 +77,7 @@ class ModelRunner:
             model_config.rope, max_model_len, max_dynamic_rows=max(2 * max_num_batched_tokens, 4096)
         )
         self._cache = KVCache(
-            num_layers=model_config.num_layers,
+            layers_per_block=layout.layers_per_block,
             num_blocks=num_blocks,
             block_size=block_size,
             num_kv_heads=model_config.num_kv_heads,
@@ -81,10 +85,15 @@ class ModelRunner:
             kv_cache_dtype=kv_cache_dtype,
         )
         self._inputs = StepInputs.allocate(
-            max_num_batched_tokens, max_num_seqs, self._rope.cos, self._rope.sin, self._cache
+            max_num_batched_tokens,
+            max_num_seqs,
+            self._rope.cos,
+            self._rope.sin,
+            self._cache,
+            num_groups=layout.num_groups,
         )
         self._sampling = SamplingBuffers.allocate(max_num_seqs)
-        self._state = BatchState(max_num_seqs)
+        self._state = BatchState(max_num_seqs, layout.num_groups)
         self._backend = _make_backend(backend, threads, max_num_batched_tokens, max_num_seqs)
         try:
             model = load_model(family, self._backend, checkpoint, model_config, progress)
@@ -96,9 +105,9 @@ class ModelRunner:
 
     @staticmethod
     def kv_bytes_per_block(model_config: ModelConfig, block_size: int, kv_cache_dtype: str) -> int:
-        """Bytes that a block takes over all layers."""
+        """Bytes that a block takes over all the layers that share it."""
         return kv_bytes_per_block(
-            model_config.num_layers,
+            kv_layout(model_config.layer_windows).layers_per_block,
             model_config.num_kv_heads,
             model_config.head_dim,
             block_size,

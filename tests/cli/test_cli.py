@@ -68,7 +68,6 @@ def test_vllm_flags_that_change_nothing_are_passed_over(flags):
         (["serve", "--max-num-sqs", "4"], ["--max-num-sqs", "--max-num-seqs"]),
         (["serve", "--tensor-parallel-size", "2"], ["--tensor-parallel-size 2", "not supported"]),
         (["serve", "--lora-modules", "a=b"], ["--lora-modules", "does not support"]),
-        (["serve", "--enable-prefix-caching"], ["--enable-prefix-caching", "not supported"]),
         (["serve", "--port", "99999"], ["--port", "65535"]),
         (["serve", "--port"], ["--port"]),
         (["serve", "--dtype", "int3"], ["--dtype", "float32"]),

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from streamllm.engine.block_pool import BlockPool, OutOfBlocksError
-from streamllm.engine.block_table import BlockTable
 
 
 def test_a_block_is_free_when_its_last_holder_lets_go():
@@ -36,23 +35,38 @@ def test_releasing_twice_and_sharing_a_free_block_are_errors():
         pool.share([block])
 
 
-@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2), (33, 3)])
-def test_a_table_holds_no_more_blocks_than_its_tokens_need(tokens, blocks):
-    table = BlockTable(BlockPool(8, 16))
-    assert table.grow(tokens)
-    assert len(table) == blocks
-    assert table.grow(tokens)
-    assert len(table) == blocks
+def test_cached_blocks_are_handed_out_last_and_forgotten_then():
+    pool = BlockPool(4, 16)
+    blocks = pool.allocate(3)
+    for number, block in enumerate(blocks):
+        assert pool.register(block, (0, bytes([number])))
+    pool.release(reversed(blocks))
+    assert (pool.num_free, pool.num_cached) == (4, 3)
+    # The fresh one first, then the tail of what was released.
+    assert pool.allocate(2)[1] == blocks[2]
+    assert pool.lookup((0, b"\2")) is None
+    assert pool.lookup((0, b"\0")) == blocks[0]
 
 
-def test_a_table_that_cannot_grow_is_unchanged():
+def test_a_free_block_that_remembers_can_be_taken_up_again():
     pool = BlockPool(2, 16)
-    table = BlockTable(pool)
-    assert table.grow(20)
-    assert not table.grow(33)
-    assert len(table) == 2
-    table.release()
-    assert pool.num_free == 2
+    (block,) = pool.allocate(1)
+    pool.register(block, (0, b"key"))
+    pool.release([block])
+    pool.share([block])
+    assert (pool.num_free, pool.reference_count(block)) == (1, 1)
+
+
+def test_a_content_is_known_once_and_can_be_withdrawn():
+    pool = BlockPool(3, 16)
+    first, second = pool.allocate(2)
+    assert pool.register(first, (0, b"key"))
+    assert not pool.register(second, (0, b"key"))
+    assert pool.register(second, (1, b"key"))
+    pool.withdraw([first])
+    assert pool.lookup((0, b"key")) is None
+    pool.reset_cache()
+    assert pool.num_cached == 0
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -83,6 +97,23 @@ class PoolMachine(RuleBasedStateMachine):
         if self.holders:
             index = data.draw(st.integers(0, len(self.holders) - 1))
             self.pool.release(self.holders.pop(index))
+
+    @rule(data=st.data(), number=st.integers(0, 5))
+    def register(self, data, number):
+        if self.holders and (blocks := data.draw(st.sampled_from(self.holders))):
+            self.pool.register(blocks[0], (0, bytes([number])))
+
+    @rule(number=st.integers(0, 5))
+    def take_up(self, number):
+        block = self.pool.lookup((0, bytes([number])))
+        if block is not None:
+            self.pool.share([block])
+            self.holders.append([block])
+
+    @rule()
+    def reset(self):
+        self.pool.reset_cache()
+        assert self.pool.num_cached == 0
 
     @invariant()
     def counts_equal_holders(self):

@@ -53,14 +53,19 @@ def test_weights_that_fill_memory_are_refused():
         blocks(weights=9 * GIB)
 
 
-def longest(num_blocks: int, **settings) -> int:
-    return longest_sequence(EngineConfig(**settings), model_limit=4096, num_blocks=num_blocks)
+def longest(num_blocks: int, windows=(None,), **settings) -> int:
+    return longest_sequence(
+        EngineConfig(**settings), model_limit=4096, num_blocks=num_blocks, windows=windows
+    )
 
 
 def test_the_longest_sequence_is_what_model_pool_and_flag_allow():
     assert longest(1000) == 4096
     assert longest(10) == 160
     assert longest(1000, max_model_len=512) == 512
+    assert longest(10, max_model_len="auto") == longest(10, max_model_len=-1) == 160
+    # A window of 64 and chunks of 256 need 21 blocks at most, whatever the length.
+    assert longest(20, windows=(64,)) == 320 and longest(21, windows=(64,)) == 4096
 
 
 def test_a_length_that_does_not_fit_is_refused_with_the_one_that_would():

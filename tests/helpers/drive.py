@@ -33,7 +33,7 @@ class Generation:
     logits: list[np.ndarray] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_told_tokens: int = 0
     num_told_blocks: int = 0
@@ -63,19 +63,30 @@ def schedule(
             continue
         budget -= length
         end = run.num_computed_tokens + length
-        while len(run.blocks) * block_size < end:
-            run.blocks.append(next(free))
-        tokens, blocks = run.tokens[run.num_told_tokens :], run.blocks[run.num_told_blocks :]
+        for blocks in run.blocks:
+            while len(blocks) * block_size < end:
+                blocks.append(next(free))
+        tokens, told = run.tokens[run.num_told_tokens :], run.num_told_blocks
+        updates = [(group, told, blocks[told:]) for group, blocks in enumerate(run.blocks)]
         if run.num_told_tokens == 0:
             seed = run.params.seed or 0
             batch.new_sequences.append(
                 NewSequence(
-                    run.slot, 1000 + run.slot, tokens, 0, blocks, run.params, seed, 0, len(run.prompt)
+                    run.slot,
+                    1000 + run.slot,
+                    tokens,
+                    0,
+                    [list(blocks) for blocks in run.blocks],
+                    run.params,
+                    run.params.logprobs,
+                    seed,
+                    0,
+                    len(run.prompt),
                 )
             )
-            tokens, blocks = [], []
-        batch.rows.append(ScheduledRow(run.slot, run.num_computed_tokens, length, tokens, blocks))
-        run.num_told_tokens, run.num_told_blocks = len(run.tokens), len(run.blocks)
+            tokens, updates = [], []
+        batch.rows.append(ScheduledRow(run.slot, run.num_computed_tokens, length, tokens, updates))
+        run.num_told_tokens, run.num_told_blocks = len(run.tokens), len(run.blocks[0])
         run.num_computed_tokens = end
         if end == len(run.tokens):
             batch.output_rows.append(OutputRow(len(batch.rows) - 1, 1000 + run.slot))
@@ -99,6 +110,8 @@ def generate(
         Generation(list(prompt), own, max_tokens, slot)
         for slot, (prompt, own) in enumerate(zip(prompts, each, strict=True))
     ]
+    for run in runs:
+        run.blocks = [[] for _ in range(runner.num_groups)]
     free = iter(range(first_block, runner.num_blocks))
     finished: list[int] = []
     step = 0

@@ -9,6 +9,7 @@ from helpers.fake_model import FakeExecutor, FakeRunner
 
 from streamllm.config import EngineConfig
 from streamllm.engine.async_engine import AsyncEngine
+from streamllm.models.kv_layout import kv_layout
 from streamllm.text.chat_template import ChatTemplate
 
 
@@ -19,13 +20,28 @@ def make_engine(
     max_num_seqs: int = 8,
     budget: int = 64,
     step_seconds: float = 0.0,
+    windows: tuple[int | None, ...] = (None,),
+    **settings,
 ) -> AsyncEngine:
+    """An engine over the fake model, checking its blocks in every step.
+
+    Args:
+        windows: of the model's layers.
+        settings: further fields of the configuration.
+    """
     tokenizer = ByteTokenizer()
-    runner = FakeRunner(block_size=16, max_num_batched_tokens=budget)
+    runner = FakeRunner(block_size=16, max_num_batched_tokens=budget, windows=kv_layout(windows).windows)
     return AsyncEngine(
-        config=EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
+        config=EngineConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, debug_kv_blocks=True, **settings
+        ),
         model_name="fake-model",
-        model_config=SimpleNamespace(eos_token_ids=(), vocab_size=257),
+        model_config=SimpleNamespace(
+            eos_token_ids=(),
+            vocab_size=257,
+            layer_windows=windows,
+            rope=SimpleNamespace(rope_type="default"),
+        ),
         tokenizer=tokenizer,
         chat_template=ChatTemplate(tokenizer.chat_template, {}),
         executor=FakeExecutor(runner, step_seconds),

@@ -81,12 +81,18 @@ def make_runner(checkpoint=None, config: ModelConfig = CONFIG, **changes) -> Mod
 
 
 def new_sequence(slot: int, tokens: list[int], blocks: list[int], params=GREEDY, **changes) -> NewSequence:
-    fields = {"num_computed_tokens": 0, "seed": 0, "choice_index": 0, "num_prompt_tokens": len(tokens)}
+    fields = {
+        "num_computed_tokens": 0,
+        "seed": 0,
+        "choice_index": 0,
+        "num_prompt_tokens": len(tokens),
+        "num_logprobs": params.logprobs,
+    }
     return NewSequence(
         slot=slot,
         sequence_id=slot,
         token_ids=tokens,
-        block_ids=blocks,
+        block_ids=[blocks],
         params=params,
         **{**fields, **changes},
     )

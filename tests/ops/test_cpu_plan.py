@@ -19,7 +19,7 @@ WIDTH = 32
 
 def make_inputs() -> StepInputs:
     cache = KVCache(
-        num_layers=1, num_blocks=1, block_size=16, num_kv_heads=1, head_dim=8, kv_cache_dtype="float32"
+        layers_per_block=1, num_blocks=1, block_size=16, num_kv_heads=1, head_dim=8, kv_cache_dtype="float32"
     )
     table = np.zeros((4, 4), np.float32)
     return StepInputs.allocate(MAX_TOKENS, MAX_TOKENS, table, table, cache)

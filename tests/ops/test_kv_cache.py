@@ -11,7 +11,7 @@ from streamllm.ops.kv_cache import KVCache, kv_bytes_per_block
 
 def make_cache(**changes) -> KVCache:
     sizes = {
-        "num_layers": 3,
+        "layers_per_block": 3,
         "num_blocks": 8,
         "block_size": 32,
         "num_kv_heads": 2,

@@ -1,0 +1,124 @@
+"""The real scheduler and block manager over the fake model, stepped by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from helpers.fake_model import FakeRunner, ranked_tokens
+
+from streamllm.engine.beam_search import BeamSearch
+from streamllm.engine.block_pool import BlockPool
+from streamllm.engine.block_table import BlockTables
+from streamllm.engine.prefix_hash import block_hashes, chain_seed
+from streamllm.engine.request import Request, Sequence
+from streamllm.engine.scheduler import Limits, Scheduler
+from streamllm.outputs import RequestMetrics
+from streamllm.sampling_params import BeamSearchParams, SamplingParams
+
+EOS = 0
+
+
+class Harness:
+    """Every step is checked by the scheduler's debug mode and by the fake model's KV memory."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        max_num_seqs: int = 8,
+        budget: int = 32,
+        max_model_len: int = 96,
+        windows: tuple[int | None, ...] = (None,),
+        prefix_caching: bool = True,
+        debug: bool = True,
+        **limits,
+    ):
+        self.pool = BlockPool(num_blocks, block_size, debug=debug)
+        self.scheduler = Scheduler(
+            self.pool, Limits(max_num_seqs, budget, **{"watermark": 0.01, **limits}), debug=debug
+        )
+        self.runner = FakeRunner(block_size=block_size, max_num_batched_tokens=budget, windows=windows)
+        self.windows = windows
+        self.max_model_len = max_model_len
+        self.prefix_caching = prefix_caching
+        self.requests: list[Request] = []
+        self.events: list = []
+
+    def add(self, prompt: list[int], *, priority: int = 0, salt: str | None = None, **params) -> Request:
+        """Queue a request; ``beam_width`` among ``params`` makes it a beam search."""
+        seed = chain_seed(salt=salt) if self.prefix_caching else None
+        hashes = block_hashes(prompt, self.pool.block_size, seed) if seed else []
+        beams = None
+        num_choices = params.get("n", 1)
+        if "beam_width" in params:
+            search = BeamSearchParams(**params)
+            beams = BeamSearch(search, frozenset(), search.max_tokens)
+            params = {"max_tokens": None, "temperature": 0}
+            num_choices = 1
+        request = Request(
+            request_id=str(len(self.requests)),
+            prompt=None,
+            prompt_token_ids=prompt,
+            params=SamplingParams(**params),
+            eos_token_ids=frozenset({EOS}),
+            max_total_tokens=self.max_model_len,
+            metrics=RequestMetrics(arrival_time=0.0),
+            stream=SimpleNamespace(),
+            num_logprobs=beams.num_candidates if beams else params.get("logprobs"),
+            hash_seed=seed,
+            beams=beams,
+        )
+        request.sequences = [
+            Sequence(
+                key=(priority, len(self.requests), self.scheduler.new_sequence_id()),
+                request=request,
+                choice_index=choice,
+                seed=0,
+                token_ids=list(prompt),
+                num_prompt_tokens=len(prompt),
+                blocks=BlockTables(self.pool, self.windows),
+                text=None,
+                block_hashes=hashes if choice == 0 else [],
+            )
+            for choice in range(num_choices)
+        ]
+        self.requests.append(request)
+        self.scheduler.add(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        for sequence in request.sequences:
+            self.scheduler.finish(sequence, "abort")
+
+    def step(self, between=lambda: None) -> bool:
+        """One step; ``between`` runs while it is in flight. False when there is nothing to do."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return False
+        output = self.runner.step(batch)
+        between()
+        self.events.append(self.scheduler.update(batch, output))
+        return True
+
+    def run(self) -> None:
+        steps = 0
+        while self.step():
+            steps += 1
+            assert steps < 20_000, "livelock"
+
+
+def outputs_of(request: Request) -> list[list[int]]:
+    """Generated tokens of each sequence."""
+    return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in request.sequences]
+
+
+def beam_search_alone(prompt: list[int], **params) -> list[list[int]]:
+    """The hypotheses of a search over the fake model, without scheduler, blocks or batch."""
+    search_params = BeamSearchParams(**params)
+    search = BeamSearch(search_params, frozenset(), search_params.max_tokens)
+    live = [list(prompt)]
+    while live:
+        continuations = search.advance([ranked_tokens(beam, search.num_candidates) for beam in live])
+        live = [[*live[c.parent], c.token_id] for c in continuations]
+    return [hypothesis.token_ids for hypothesis in search.results()]
