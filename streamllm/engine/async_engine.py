@@ -27,8 +27,9 @@ from streamllm.engine.events import EventLog
 from streamllm.engine.output_processor import OutputProcessor, SequenceText
 from streamllm.engine.prefix_hash import block_hashes, chain_seed
 from streamllm.engine.request import Request, Sequence, SequenceUpdate
-from streamllm.engine.scheduler import Limits, Scheduler
+from streamllm.engine.scheduler import Scheduler
 from streamllm.engine.stats import EngineStats, RequestRecord, memory_figures
+from streamllm.engine.step import Limits
 from streamllm.engine.stream import RequestStream, Selection
 from streamllm.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from streamllm.models.kv_layout import kv_layout

@@ -147,3 +147,20 @@ class SequenceUpdate:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+
+
+def ending(sequence: Sequence, token_id: int) -> tuple[str | None, str | int | None]:
+    """Whether the token just appended ends the sequence: (finish reason, stop reason)."""
+    request, params = sequence.request, sequence.request.params
+    length = len(sequence.token_ids)
+    num_output = length - sequence.num_prompt_tokens
+    if num_output >= params.min_tokens:
+        if token_id in request.eos_token_ids and not params.ignore_eos:
+            return "stop", None
+        if params.stop_token_ids and token_id in params.stop_token_ids:
+            return "stop", token_id
+    if params.max_tokens is not None and num_output >= params.max_tokens:
+        return "length", None
+    if length >= request.max_total_tokens:
+        return "length", None
+    return None, None

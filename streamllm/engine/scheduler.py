@@ -13,17 +13,17 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 from streamllm.engine import beam_group
 from streamllm.engine.block_pool import BlockPool
+from streamllm.engine.debug import check_blocks
 from streamllm.engine.events import EventLog
 from streamllm.engine.prefix_hash import next_hash
-from streamllm.engine.request import Request, Sequence, SequenceStatus, SequenceUpdate
+from streamllm.engine.request import Request, Sequence, SequenceStatus, SequenceUpdate, ending
+from streamllm.engine.step import InFlight, Limits, PrefixCacheCounters, Step
 from streamllm.engine.wait_queue import WaitQueue
 from streamllm.runner.messages import (
-    BlockCopy,
     BlockUpdate,
     NewSequence,
     OutputRow,
@@ -34,60 +34,6 @@ from streamllm.runner.messages import (
 )
 
 NO_UPDATES: list[BlockUpdate] = []
-
-
-@dataclass(slots=True)
-class Limits:
-    """What a step and the batch may hold.
-
-    Attributes:
-        max_num_seqs: sequences that run at once, and slots in the runner's state.
-        max_num_batched_tokens: token budget of one step; at least ``max_num_seqs``, so that every running
-            sequence can advance in every step.
-        max_num_partial_prefills: prompts that may be under way over several steps at once; prompts that fit
-            into what a step has left pass them.
-        long_prefill_token_threshold: longest chunk of a prompt; 0 for no limit but the budget.
-        watermark: share of the pool that admission leaves free, so that it does not cause a preemption soon.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_num_partial_prefills: int = 4
-    long_prefill_token_threshold: int = 0
-    watermark: float = 0.01
-
-    def __post_init__(self) -> None:
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
-
-
-@dataclass(slots=True)
-class PrefixCacheCounters:
-    """Prompt tokens looked up and found in the prefix cache, counted once a request, at admission."""
-
-    queries: int = 0
-    hits: int = 0
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step in the making."""
-
-    budget: int
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)
-    registered: list[int] = field(default_factory=list)
-    num_partial_prefills: int = 0
-    preempted: bool = False
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A step that has been handed out and has not returned."""
-
-    rows: list[Sequence]
-    outputs: list[Sequence]
-    registered: list[int]
 
 
 class Scheduler:
@@ -117,7 +63,7 @@ class Scheduler:
         self._num_pending = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._finished_slots: list[int] = []
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, InFlight] = {}
         self._unknown_to_runner: set[int] = set()
         self._num_steps = 0
         self._last_sequence_id = 0
@@ -145,6 +91,13 @@ class Scheduler:
         """Every sequence that runs or waits, running ones first."""
         yield from self._running
         yield from self._waiting
+
+    def _holders(self) -> Iterator[Sequence]:
+        """Every sequence that holds blocks: one that has ended does until its step returns."""
+        yield from self.sequences()
+        for in_flight in self._in_flight.values():
+            yield from in_flight.rows
+            yield from in_flight.outputs
 
     # -- requests come and go ------------------------------------------------------------------------------
 
@@ -193,7 +146,7 @@ class Scheduler:
             self._extend_prefills(step)
         batch = self._make_batch(step)
         if self._debug:
-            self.check()
+            check_blocks(self.pool, self._holders())
         return batch
 
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceUpdate]:
@@ -226,8 +179,8 @@ class Scheduler:
                 updates.append(SequenceUpdate(sequence, [], finish_reason="error", error=error))
         return updates
 
-    def _plan_step(self) -> _Step:
-        step = _Step(budget=self.limits.max_num_batched_tokens)
+    def _plan_step(self) -> Step:
+        step = Step(budget=self.limits.max_num_batched_tokens)
         self._schedule_running(step)
         if not step.preempted:
             # After a preemption admission would hand the freed blocks straight back.
@@ -236,7 +189,7 @@ class Scheduler:
 
     # -- running sequences ---------------------------------------------------------------------------------
 
-    def _schedule_running(self, step: _Step) -> None:
+    def _schedule_running(self, step: Step) -> None:
         """Give running sequences their tokens: decodes one each, prompts an even share of the rest."""
         running = self._running
         num_decodes = sum(1 for s in running if len(s.token_ids) - s.num_computed_tokens == 1)
@@ -261,7 +214,7 @@ class Scheduler:
         threshold = self.limits.long_prefill_token_threshold
         return min(share, threshold) if threshold else share
 
-    def _make_room(self, step: _Step, sequence: Sequence, chunk: int) -> bool:
+    def _make_room(self, step: Step, sequence: Sequence, chunk: int) -> bool:
         """Blocks for a running sequence's chunk, preempting whoever is served last; ``False`` if that was
         the sequence itself."""
         blocks, computed = sequence.blocks, sequence.num_computed_tokens
@@ -276,7 +229,7 @@ class Scheduler:
         step.copies.extend(copies)
         return True
 
-    def _preempt(self, step: _Step, victim: Sequence) -> None:
+    def _preempt(self, step: Step, victim: Sequence) -> None:
         """Back into the queue, to be recomputed; its tokens stay. A beam group goes as a whole."""
         step.preempted = True
         members = victim.request.sequences if victim.request.beams is not None else [victim]
@@ -297,7 +250,7 @@ class Scheduler:
         victim.request.metrics.num_preemptions += 1
         self.num_preemptions += 1
 
-    def _unschedule(self, step: _Step, sequence: Sequence) -> None:
+    def _unschedule(self, step: Step, sequence: Sequence) -> None:
         """Take a beam's chunk back out of a step in the making (its group is preempted as a whole)."""
         for index, (scheduled, chunk) in enumerate(step.chunks):
             if scheduled is sequence:
@@ -313,7 +266,7 @@ class Scheduler:
 
     # -- waiting sequences ---------------------------------------------------------------------------------
 
-    def _admit_waiting(self, step: _Step) -> None:
+    def _admit_waiting(self, step: Step) -> None:
         if not self._waiting:
             return
         promised = self._promised_blocks(step)
@@ -347,7 +300,7 @@ class Scheduler:
         for sequence in held_back:
             self._waiting.push(sequence)
 
-    def _first_chunk(self, step: _Step, sequence: Sequence) -> int:
+    def _first_chunk(self, step: Step, sequence: Sequence) -> int:
         """How much of a waiting sequence this step computes; 0 if it must wait."""
         uncomputed = sequence.num_uncomputed_tokens
         threshold = self.limits.long_prefill_token_threshold
@@ -357,7 +310,7 @@ class Scheduler:
             return 0
         return chunk
 
-    def _promised_blocks(self, step: _Step) -> int:
+    def _promised_blocks(self, step: Step) -> int:
         """Blocks that prompts in progress have yet to take: they count as taken."""
         if not step.num_partial_prefills:
             return 0
@@ -412,7 +365,7 @@ class Scheduler:
 
     # -- making the batch ----------------------------------------------------------------------------------
 
-    def _take(self, step: _Step, sequence: Sequence, chunk: int) -> None:
+    def _take(self, step: Step, sequence: Sequence, chunk: int) -> None:
         """Note a chunk whose blocks are there; full blocks can be shared from now on, since every layer
         writes all of the step's K and V before it attends."""
         computed = sequence.num_computed_tokens
@@ -423,7 +376,7 @@ class Scheduler:
             step.num_partial_prefills += 1
         self._register(step, sequence, computed, end)
 
-    def _register(self, step: _Step, sequence: Sequence, computed: int, end: int) -> None:
+    def _register(self, step: Step, sequence: Sequence, computed: int, end: int) -> None:
         size = self.pool.block_size
         first, last = computed // size, end // size
         seed = sequence.request.hash_seed
@@ -436,7 +389,7 @@ class Scheduler:
             hashes.append(next_hash(parent, sequence.token_ids[start : start + size]))
         step.registered.extend(sequence.blocks.register(hashes, first, last))
 
-    def _extend_prefills(self, step: _Step) -> None:
+    def _extend_prefills(self, step: Step) -> None:
         """What newcomers left of the budget goes to prompts in progress, in order of service."""
         threshold = self.limits.long_prefill_token_threshold
         for index, (sequence, chunk) in enumerate(step.chunks):
@@ -455,9 +408,9 @@ class Scheduler:
             step.chunks[index] = (sequence, chunk + more)
             self._register(step, sequence, computed, computed + more)
 
-    def _make_batch(self, step: _Step) -> ScheduledBatch:
+    def _make_batch(self, step: Step) -> ScheduledBatch:
         batch = ScheduledBatch(step=self._num_steps, block_copies=step.copies)
-        in_flight = _InFlight([], [], step.registered)
+        in_flight = InFlight([], [], step.registered)
         rows, output_rows, unknown = batch.rows, batch.output_rows, self._unknown_to_runner
         for sequence, chunk in step.chunks:
             end = sequence.num_computed_tokens
@@ -482,7 +435,7 @@ class Scheduler:
         self._num_steps += 1
         return batch
 
-    def _fork_siblings(self, batch: ScheduledBatch, in_flight: _InFlight, leader: Sequence, row: int) -> None:
+    def _fork_siblings(self, batch: ScheduledBatch, in_flight: InFlight, leader: Sequence, row: int) -> None:
         """The prompt will be computed when this step returns: its siblings draw their first token from the
         same row. Those that find no slot queue for themselves (and find the prompt in the prefix cache)."""
         for sibling in leader.request.sequences:
@@ -521,7 +474,7 @@ class Scheduler:
 
     # -- after a step --------------------------------------------------------------------------------------
 
-    def _land(self, batch: ScheduledBatch) -> _InFlight:
+    def _land(self, batch: ScheduledBatch) -> InFlight:
         """A step has returned: what it used and is done with can be freed."""
         in_flight = self._in_flight.pop(batch.step)
         for sequence in in_flight.rows + in_flight.outputs:
@@ -537,7 +490,7 @@ class Scheduler:
         update = SequenceUpdate(sequence, token_ids, logprobs)
         for count, token_id in enumerate(token_ids, start=1):
             sequence.token_ids.append(token_id)
-            reason, stop_reason = _ending(sequence, token_id)
+            reason, stop_reason = ending(sequence, token_id)
             if reason is not None:
                 update.finish_reason, update.stop_reason = reason, stop_reason
                 update.token_ids = token_ids[:count]
@@ -560,41 +513,3 @@ class Scheduler:
         else:
             sequence.status = SequenceStatus.WAITING
             self._waiting.push(sequence)
-
-    # -- debugging -----------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Every held block counts its holders, and is still the one that its holder was given.
-
-        Raises:
-            AssertionError: a block was freed, reused or counted wrongly.
-        """
-        holders: dict[int, int] = {}
-        live = {s.sequence_id: s for s in self.sequences()}
-        for in_flight in self._in_flight.values():
-            live.update((s.sequence_id, s) for s in in_flight.rows + in_flight.outputs)
-        for sequence in live.values():
-            sequence.blocks.check_generations()
-            for table in sequence.blocks.tables:
-                for block_id in table.held:
-                    holders[block_id] = holders.get(block_id, 0) + 1
-        for block_id in range(self.pool.num_blocks):
-            count = self.pool.reference_count(block_id)
-            assert count == holders.get(block_id, 0), f"block {block_id}: {count} counted, {holders}"
-
-
-def _ending(sequence: Sequence, token_id: int) -> tuple[str | None, str | int | None]:
-    """Whether the token just appended ends the sequence: (finish reason, stop reason)."""
-    request, params = sequence.request, sequence.request.params
-    length = len(sequence.token_ids)
-    num_output = length - sequence.num_prompt_tokens
-    if num_output >= params.min_tokens:
-        if token_id in request.eos_token_ids and not params.ignore_eos:
-            return "stop", None
-        if params.stop_token_ids and token_id in params.stop_token_ids:
-            return "stop", token_id
-    if params.max_tokens is not None and num_output >= params.max_tokens:
-        return "length", None
-    if length >= request.max_total_tokens:
-        return "length", None
-    return None, None

@@ -139,11 +139,77 @@ def test_a_request_gives_the_same_bits_alone_in_a_batch_and_in_any_chunks(sampli
     alone = run(llm, prompts, params, together=False)
     for left, right in zip(alone, run(llm, prompts, params), strict=True):
         same(left, right)
-    for budget in (7, 33):
-        other = LLM(dtype="float32", max_num_batched_tokens=budget, threads=1)
+    for budget, settings in ((7, {}), (33, {"enable_prefix_caching": False})):
+        other = LLM(dtype="float32", max_num_batched_tokens=budget, threads=1, **settings)
         for left, right in zip(alone, run(other, prompts, params), strict=True):
             same(left, right)
         other.shutdown()
+
+
+def test_a_prefix_hit_a_partial_one_and_a_miss_give_the_same_bits(llm):
+    (prompt,) = prompts_of([150], 49_000, seed=9)
+    params = SamplingParams(temperature=0.8, seed=2, max_tokens=8, logprobs=2, ignore_eos=True)
+    cuts = [1, 15, 16, 17, 31, 32, 33, 100, 149, 150]
+    llm._engine.reset_prefix_cache()
+    missed = []
+    for cut in cuts:
+        missed += run(llm, [prompt[:cut]], params)
+        llm._engine.reset_prefix_cache()
+    run(llm, [prompt], params)
+    for cut, miss in zip(cuts, missed, strict=True):
+        (output,) = llm.generate({"prompt_token_ids": prompt[:cut]}, params, use_tqdm=False)
+        assert output.num_cached_tokens == (cut - 1) // 16 * 16
+        same(output.outputs[0], miss)
+
+
+def test_eviction_changes_nothing():
+    small = LLM(dtype="float32", num_kv_blocks=16, max_model_len=256)
+    prompts = prompts_of([100, 90, 110, 80], 49_000, seed=10)
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
+    first = run(small, prompts, params, together=False)
+    for left, right in zip(first, run(small, prompts, params, together=False), strict=True):
+        same(left, right)
+    small.shutdown()
+
+
+def test_one_of_eight_choices_is_the_single_choice(llm):
+    (prompt,) = prompts_of([45], 49_000, seed=12)
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=20, logprobs=1, ignore_eos=True)
+    (single,) = run(llm, [prompt], params)
+    (output,) = llm.generate({"prompt_token_ids": prompt}, params.clone(n=8), use_tqdm=False)
+    same(output.outputs[0], single)
+    assert len({choice.text for choice in output.outputs}) == 8
+
+
+@pytest.mark.slow
+def test_a_batch_of_32_gives_the_same_bits_under_every_budget(llm):
+    rng = random.Random(5)
+    prompts = prompts_of([rng.randint(1, 200) for _ in range(32)], 49_000, seed=5)
+    params = SamplingParams(max_tokens=24, temperature=0.7, seed=3, logprobs=3, ignore_eos=True)
+    alone = run(llm, prompts, params, together=False)
+    for budget in (1, 2, 3, 5, 8, 13, 16, 21, 32, 47, 64):
+        other = LLM(dtype="float32", max_num_batched_tokens=budget)
+        for left, right in zip(alone, run(other, prompts, params), strict=True):
+            same(left, right)
+        other.shutdown()
+
+
+@pytest.mark.parametrize("budget", [16, 2048])
+def test_layers_of_different_windows_agree_with_transformers(budget, tmp_path):
+    """Two KV groups, with prefix hits: every prompt but the first begins like one before it."""
+    path = make_tiny_model(
+        tmp_path / "model", "qwen2", use_sliding_window=True, sliding_window=24, max_window_layers=1
+    )
+    llm = LLM(str(path), dtype="float32", max_num_batched_tokens=budget, debug_kv_blocks=True)
+    reference = load_transformers(path)
+    assert len(llm._engine._windows) == 2
+    (longest,) = prompts_of([200], reference.config.vocab_size)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    for length in (200, 23, 24, 25, 47, 48, 49, 72, 130, 200):
+        (output,) = run(llm, [longest[:length]], params)
+        assert_greedy(reference, longest[:length], output.token_ids)
+    assert llm._engine.stats().prefix_cache_hits > 300
+    llm.shutdown()
 
 
 def test_preemption_changes_nothing(llm):

@@ -224,7 +224,7 @@ def test_a_prompt_seen_before_is_not_computed_again_but_for_its_last_token():
     prompt = prompt_of(48)
     harness.add(prompt, max_tokens=1)
     harness.run()
-    for again, cached in [(prompt, 32), (prompt + [200], 48), (prompt[:40], 32), ([9, *prompt], 0)]:
+    for again, cached in [(prompt, 32), ([*prompt, 200], 48), (prompt[:40], 32), ([9, *prompt], 0)]:
         request = harness.add(again, max_tokens=4)
         harness.run()
         assert request.num_cached_tokens == cached

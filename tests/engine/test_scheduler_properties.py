@@ -21,7 +21,7 @@ MAX_MODEL_LEN = 96
 
 
 class Traffic:
-    """Arrivals, forks, priorities and aborts from one seed, over a pool that may be the smallest legal one."""
+    """Arrivals, forks, priorities and aborts from one seed, over pools down to the smallest legal one."""
 
     def __init__(self, seed: int):
         self.rng = rng = random.Random(seed)

@@ -11,7 +11,8 @@ from streamllm.engine.block_pool import BlockPool
 from streamllm.engine.block_table import BlockTables
 from streamllm.engine.prefix_hash import block_hashes, chain_seed
 from streamllm.engine.request import Request, Sequence
-from streamllm.engine.scheduler import Limits, Scheduler
+from streamllm.engine.scheduler import Scheduler
+from streamllm.engine.step import Limits
 from streamllm.outputs import RequestMetrics
 from streamllm.sampling_params import BeamSearchParams, SamplingParams
 
