@@ -365,8 +365,10 @@ class AsyncEngine:
             self._admission.check_text(prompt)
             encode = functools.partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
             short = len(prompt) < LONG_TEXT
-            prompt = encode(prompt) if short else await asyncio.to_thread(encode, prompt)
-        token_ids = self._admission.check_token_ids(prompt)
+            token_ids = encode(prompt) if short else await asyncio.to_thread(encode, prompt)
+            self._admission.check_length(token_ids)
+        else:
+            token_ids = self._admission.check_token_ids(prompt)
         self._admission.check_params(params, len(token_ids))
         return token_ids
 

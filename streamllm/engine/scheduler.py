@@ -65,6 +65,7 @@ class Scheduler:
         self._finished_slots: list[int] = []
         self._in_flight: dict[int, InFlight] = {}
         self._unknown_to_runner: set[int] = set()
+        self._blocked: tuple[Sequence, int] | None = None
         self._num_steps = 0
         self._last_sequence_id = 0
 
@@ -267,7 +268,7 @@ class Scheduler:
     # -- waiting sequences ---------------------------------------------------------------------------------
 
     def _admit_waiting(self, step: Step) -> None:
-        if not self._waiting:
+        if not self._waiting or self._is_blocked():
             return
         promised = self._promised_blocks(step)
         held_back: list[Sequence] = []
@@ -277,11 +278,9 @@ class Scheduler:
                 break
             adopted = self._adopt_prefix(sequence)
             needed = self._blocks_to_come(sequence, sequence.num_computed_tokens)
-            # The first sequence and the beams of a group that runs already must get in.
-            alone = not self._running or (sequence.request.beams is not None and sequence.request.admitted)
-            watermark = 0 if alone else self._watermark_blocks
-            if needed + promised + watermark > self.pool.num_free:
+            if needed + promised + self._watermark(sequence) > self.pool.num_free:
                 self._put_back_prefix(sequence, adopted)
+                self._blocked = (sequence, self.pool.num_free)
                 break
             chunk = self._first_chunk(step, sequence)
             if chunk == 0:
@@ -299,6 +298,24 @@ class Scheduler:
             self._take(step, sequence, chunk)
         for sequence in held_back:
             self._waiting.push(sequence)
+
+    def _is_blocked(self) -> bool:
+        """Whether the next in the queue found too few blocks, and no more are free since: looking up a long
+        prefix in vain at every step would cost milliseconds."""
+        if self._blocked is None or not self._running:
+            return False
+        sequence, num_free = self._blocked
+        return self._waiting.peek() is sequence and self.pool.num_free <= num_free
+
+    def _watermark(self, sequence: Sequence) -> int:
+        """Blocks that stay free beyond what a newcomer needs, so that its admission does not soon preempt
+        it or others: half of the running sequences, and all of its choices, are about to take one more."""
+        request = sequence.request
+        # The first sequence and the beams of a group that runs already must get in.
+        if not self._running or (request.beams is not None and request.admitted):
+            return 0
+        siblings = 0 if request.admitted else len(request.sequences) - 1
+        return max(self._watermark_blocks, len(self._running) // 2) + siblings
 
     def _first_chunk(self, step: Step, sequence: Sequence) -> int:
         """How much of a waiting sequence this step computes; 0 if it must wait."""
