@@ -14,17 +14,28 @@ _PUBLIC = {
     "LLM": "streamllm.llm",
     "AsyncEngine": "streamllm.engine.async_engine",
     "SamplingParams": "streamllm.sampling_params",
+    "BeamSearchParams": "streamllm.sampling_params",
     "RequestOutput": "streamllm.outputs",
     "CompletionOutput": "streamllm.outputs",
+    "BeamSearchOutput": "streamllm.outputs",
 }
 
-__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from streamllm.engine.async_engine import AsyncEngine
     from streamllm.llm import LLM
-    from streamllm.outputs import CompletionOutput, RequestOutput
-    from streamllm.sampling_params import SamplingParams
+    from streamllm.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
+    from streamllm.sampling_params import BeamSearchParams, SamplingParams
 
 
 def __getattr__(name: str) -> object:

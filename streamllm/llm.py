@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from streamllm.config import EngineConfig, settings_of
 from streamllm.errors import ConfigError, InvalidRequestError
-from streamllm.outputs import RequestOutput
-from streamllm.sampling_params import RequestOutputKind, SamplingParams
+from streamllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from streamllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from streamllm.vllm_compat import check_other_setting
 
 if TYPE_CHECKING:
     from streamllm.engine.async_engine import AsyncEngine
+    from streamllm.engine.stats import EngineStats
+    from streamllm.engine.stream import RequestStream
 
 T = TypeVar("T")
 Prompt = str | dict[str, Any] | list[int]
@@ -55,13 +57,18 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt.
 
         Args:
-            prompts: one or several of: a text, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``.
+            prompts: one or several of: a text, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``; a dict
+                may also hold a ``"cache_salt"``: only prompts with the same salt share cached blocks.
             sampling_params: one for all, or one a prompt; ``None`` takes the model's defaults.
             use_tqdm: show a progress bar if standard error is a terminal.
+            priority: one for all, or one a prompt: lower runs first under
+                ``scheduling_policy="priority"``; without effect under ``"fcfs"``.
 
         Returns:
             One output a prompt, in their order.
@@ -69,11 +76,34 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or parameter is wrong; nothing was generated.
         """
-        one = isinstance(prompts, (str, dict)) or _is_token_ids(prompts)
-        several = cast("Sequence[Prompt]", [prompts] if one else prompts)
-        inputs = [_prompt_input(prompt, index) for index, prompt in enumerate(several)]
-        params = self._params_for(sampling_params, len(inputs))
-        return self._call(self._run(inputs, params, use_tqdm=use_tqdm, add_special_tokens=True))
+        several = _several(prompts)
+        params = self._params_for(sampling_params, len(several))
+        return self._call(self._run(_inputs(several, priority), params, use_tqdm=use_tqdm))
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = True,
+    ) -> list[BeamSearchOutput]:
+        """Search for the likeliest continuations of each prompt, all prompts together.
+
+        Scores, lengths and stopping are Transformers' (``generate(num_beams=...)``).
+
+        Args:
+            prompts: as :meth:`generate`.
+            params: width, length and stopping, for all of them.
+            use_tqdm: show a progress bar if standard error is a terminal.
+
+        Returns:
+            One output a prompt, each with ``params.beam_width`` sequences, best first.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter is wrong, or so many beams do not fit.
+        """
+        inputs = _inputs(_several(prompts), None)
+        outputs = self._call(self._run(inputs, [params] * len(inputs), use_tqdm=use_tqdm))
+        return [self._beam_search_output(output, params.length_penalty) for output in outputs]
 
     def chat(
         self,
@@ -96,16 +126,18 @@ class LLM:
 
         async def run() -> list[RequestOutput]:
             inputs = [
-                await self._engine.render_chat(
-                    conversation,  # type: ignore[arg-type]
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    chat_template_kwargs=chat_template_kwargs,
+                _Input(
+                    await self._engine.render_chat(
+                        conversation,  # type: ignore[arg-type]
+                        add_generation_prompt=add_generation_prompt,
+                        continue_final_message=continue_final_message,
+                        chat_template_kwargs=chat_template_kwargs,
+                    )
                 )
                 for conversation in conversations
             ]
             params = self._params_for(sampling_params, len(inputs))
-            return await self._run(inputs, params, use_tqdm=use_tqdm, add_special_tokens=False)
+            return await self._run(inputs, params, use_tqdm=use_tqdm)
 
         return self._call(run())
 
@@ -117,6 +149,23 @@ class LLM:
         """What ``sampling_params=None`` means: vLLM's defaults and the model's own recommendations."""
         known = {declared.name for declared in dataclasses.fields(SamplingParams)}
         return SamplingParams(**{k: v for k, v in self._engine.default_sampling.items() if k in known})
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the prefix cache; what runs goes on. Always successful."""
+
+        async def reset() -> None:
+            self._engine.reset_prefix_cache()
+
+        self._call(reset())
+        return True
+
+    def stats(self) -> EngineStats:
+        """A snapshot of queues, memory and counters; from any thread, while others generate too."""
+
+        async def snapshot() -> EngineStats:
+            return self._engine.stats()
+
+        return self._call(snapshot())
 
     def shutdown(self) -> None:
         """Stop the engine and free its memory; happens by itself when the object is collected."""
@@ -149,19 +198,19 @@ class LLM:
 
     async def _run(
         self,
-        inputs: Sequence[str | list[int]],
-        params: Sequence[SamplingParams],
+        inputs: Sequence[_Input],
+        params: Sequence[SamplingParams | BeamSearchParams],
         *,
         use_tqdm: bool,
-        add_special_tokens: bool,
     ) -> list[RequestOutput]:
         from tqdm import tqdm
 
         outputs = []
+        streams: list[RequestStream] = []
         # disable=None hides the bar where standard error is no terminal.
         with tqdm(total=len(inputs), desc="prompts", disable=None if use_tqdm else True) as bar:
-            streams = await self._engine.add_requests(inputs, params, add_special_tokens=add_special_tokens)
             try:
+                await self._add(inputs, params, streams)
                 for stream in streams:
                     outputs.append(await anext(stream))
                     bar.update()
@@ -169,6 +218,44 @@ class LLM:
                 for stream in streams:
                     stream.abort()
         return outputs
+
+    async def _add(
+        self,
+        inputs: Sequence[_Input],
+        params: Sequence[SamplingParams | BeamSearchParams],
+        streams: list[RequestStream],
+    ) -> None:
+        """Queue all inputs; their streams are in ``streams`` even if a later one is refused."""
+        options = [(each.priority, each.cache_salt) for each in inputs]
+        if all(option == options[0] for option in options):
+            priority, salt = options[0] if options else (0, None)
+            prompts = [each.prompt for each in inputs]
+            streams += await self._engine.add_requests(prompts, params, priority=priority, cache_salt=salt)
+            return
+        for index, (each, own) in enumerate(zip(inputs, params, strict=True)):
+            try:
+                stream = await self._engine.add_request(
+                    each.prompt, own, priority=each.priority, cache_salt=each.cache_salt
+                )
+            except InvalidRequestError as error:
+                raise error.at_index("prompt", index) from None
+            streams.append(stream)
+
+    def _beam_search_output(self, output: RequestOutput, length_penalty: float) -> BeamSearchOutput:
+        sequences = []
+        for choice in output.outputs:
+            assert choice.cumulative_logprob is not None and choice.finish_reason is not None
+            tokens = [*output.prompt_token_ids, *choice.token_ids]
+            sequences.append(
+                BeamSearchSequence(
+                    tokens=tokens,
+                    cum_logprob=choice.cumulative_logprob,
+                    score=choice.cumulative_logprob / len(choice.token_ids) ** length_penalty,
+                    text=self._engine.tokenizer.decode(tokens, skip_special_tokens=False),
+                    finish_reason=choice.finish_reason,
+                )
+            )
+        return BeamSearchOutput(sequences)
 
 
 def _close(engine: AsyncEngine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
@@ -197,11 +284,44 @@ def _engine_settings(settings: dict[str, Any]) -> dict[str, Any]:
     return known
 
 
-def _is_token_ids(prompts: Any) -> bool:
-    return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)
+@dataclasses.dataclass(frozen=True)
+class _Input:
+    """A prompt with what belongs to it alone."""
+
+    prompt: str | list[int]
+    priority: int = 0
+    cache_salt: str | None = None
 
 
-def _prompt_input(prompt: Prompt, index: int) -> str | list[int]:
+def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Always a sequence of prompts, also where one was given."""
+    is_token_ids = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)
+    one = isinstance(prompts, (str, dict)) or is_token_ids
+    return cast("Sequence[Prompt]", [prompts] if one else prompts)
+
+
+def _inputs(prompts: Sequence[Prompt], priority: int | Sequence[int] | None) -> list[_Input]:
+    count = len(prompts)
+    # Whatever is no list is one for all; the engine says so if it is no integer.
+    one = cast("int | None", priority)
+    priorities = (
+        list(priority) if isinstance(priority, (list, tuple)) else [0 if one is None else one] * count
+    )
+    if len(priorities) != count:
+        raise InvalidRequestError(
+            f"priority holds {len(priorities)} entries for {count} prompts.", param="priority"
+        )
+    return [
+        _Input(
+            _prompt_of(prompt, index),
+            each,
+            prompt.get("cache_salt") if isinstance(prompt, dict) else None,
+        )
+        for index, (prompt, each) in enumerate(zip(prompts, priorities, strict=True))
+    ]
+
+
+def _prompt_of(prompt: Prompt, index: int) -> str | list[int]:
     if isinstance(prompt, dict):
         for key in ("prompt_token_ids", "prompt"):
             if key in prompt:

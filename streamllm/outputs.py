@@ -84,3 +84,29 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     lora_request: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """One hypothesis of a beam search (``vllm.beam_search.BeamSearchSequence``).
+
+    Attributes:
+        tokens: ids of the prompt and of what was generated, EOS included.
+        cum_logprob: sum of the generated tokens' logprobs.
+        score: what hypotheses are ranked by: ``cum_logprob / generated tokens ** length_penalty``.
+        text: all of ``tokens`` as text, special tokens too.
+        finish_reason: ``"stop"`` if EOS ended it, else ``"length"``.
+    """
+
+    tokens: list[int]
+    cum_logprob: float
+    score: float
+    text: str
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The hypotheses of one prompt's beam search, best first (``vllm.beam_search.BeamSearchOutput``)."""
+
+    sequences: list[BeamSearchSequence]

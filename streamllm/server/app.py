@@ -24,6 +24,7 @@ from streamllm.server.in_flight import InFlight
 from streamllm.server.log_stats import log_stats
 from streamllm.server.metrics import CONTENT_TYPE, Metrics
 from streamllm.server.middleware import CORS, ApiKeys, RequestIds, UnexpectedErrors
+from streamllm.server.pace import Pace
 
 if TYPE_CHECKING:
     from streamllm.config import ServerConfig
@@ -59,11 +60,14 @@ def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
     )
     app.router.redirect_slashes = False
     model_names = config.served_model_name or (engine.model_name,)
+    pace = Pace()
+    engine.on_request_finished(pace.note)
     app.state.server = ServerState(
         engine=engine,
         config=config,
         model_names=tuple(model_names),
         in_flight=InFlight(),
+        pace=pace,
         created=int(time.time()),
     )
     app.state.metrics = Metrics(engine, model_names[0])
@@ -78,7 +82,7 @@ def _middleware(config: ServerConfig) -> list[Middleware]:
             allow_methods=config.allowed_methods,
             allow_headers=config.allowed_headers,
             allow_credentials=config.allow_credentials,
-            expose_headers=("x-request-id",),
+            expose_headers=("x-request-id", "retry-after"),
         ),
         Middleware(RequestIds),
         Middleware(UnexpectedErrors),
@@ -123,6 +127,12 @@ async def health(request: Request) -> Response:
     return error_response(engine.dead_error or "The engine does not answer.", status=503)
 
 
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget the prefix cache; running requests go on."""
+    request.app.state.server.engine.reset_prefix_cache()
+    return Response(status_code=200)
+
+
 async def version(request: Request) -> Response:
     return _json({"version": streamllm.__version__})
 
@@ -140,6 +150,7 @@ ROUTES = [
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/models", list_models, methods=["GET"]),
     Route("/v1/models/{name:path}", get_model, methods=["GET"]),
+    Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
     Route("/health", health, methods=["GET"]),
     Route("/ping", health, methods=["GET", "POST"]),
     Route("/version", version, methods=["GET"]),

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from streamllm.errors import InvalidRequestError
 from streamllm.outputs import CompletionOutput
-from streamllm.sampling_params import MAX_LOGPROBS, SamplingParams
+from streamllm.sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
 from streamllm.server.body import read_body
 from streamllm.server.chunks import ChunkWriter
 from streamllm.server.generation import (
@@ -20,10 +20,11 @@ from streamllm.server.generation import (
     abort_all,
     check_stream_options,
     collect,
-    sampling_params,
+    generation_params,
+    num_choices,
     submit,
 )
-from streamllm.server.logprobs import LogprobFormatter
+from streamllm.server.logprobs import LogprobFormatter, logprob_formatter
 from streamllm.server.protocol import ChatRequest, decode_body
 from streamllm.server.sse import EventStream
 from streamllm.text.messages import check_template_kwargs
@@ -43,13 +44,19 @@ async def _answer(server: ServerState, request: ChatRequest) -> Response:
     engine = server.engine
     server.check_model(request.model)
     check_stream_options(request)
-    params = _sampling_params(server, request)
+    params = _params(server, request)
     prompt = await _render(server, request)
     head = ResponseHead.make("chatcmpl", server.model_names[0])
     streams = await submit(
-        engine, [prompt], params, response_id=head.id, field="messages", arrival_time=arrival_time
+        engine,
+        request,
+        [prompt],
+        params,
+        response_id=head.id,
+        field="messages",
+        arrival_time=arrival_time,
     )
-    formatter = LogprobFormatter(engine.tokenizer, params)
+    formatter = logprob_formatter(engine.tokenizer, params)
     if request.stream:
         writer = ChunkWriter(
             head,
@@ -57,17 +64,17 @@ async def _answer(server: ServerState, request: ChatRequest) -> Response:
             text_field=(b'"delta":{"content":', b"}"),
             empty_text=b'"delta":{}',
             first_text=lambda index: ROLE_DELTA,
-            format_logprobs=_chunk_logprobs(formatter) if request.logprobs else None,
+            format_logprobs=None if formatter is None else _chunk_logprobs(formatter),
             options=request.stream_options,
         )
         return EventStream(
-            writer.frames(streams, params.n),
+            writer.frames(streams, num_choices(request)),
             in_flight=server.in_flight,
             release=lambda: abort_all(streams),
         )
-    choices, usage = await collect(streams)
+    choices, usage = await collect(streams, num_choices(request))
     answer = head.body("chat.completion") | {
-        "choices": [_choice(choice, formatter, bool(request.logprobs)) for choice in choices],
+        "choices": [_choice(choice, formatter) for choice in choices],
         "usage": usage,
     }
     return Response(orjson.dumps(answer), media_type="application/json")
@@ -77,23 +84,23 @@ def _chunk_logprobs(formatter: LogprobFormatter) -> Any:
     return lambda entries, output, progress: formatter.chat(entries, output)
 
 
-def _choice(output: CompletionOutput, formatter: LogprobFormatter, wants_logprobs: bool) -> dict[str, Any]:
+def _choice(output: CompletionOutput, formatter: LogprobFormatter | None) -> dict[str, Any]:
     return {
         "index": output.index,
         "message": {"role": "assistant", "content": output.text, "refusal": None},
-        "logprobs": formatter.chat(output.logprobs or [], output) if wants_logprobs else None,
+        "logprobs": None if formatter is None else formatter.chat(output.logprobs or [], output),
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
     }
 
 
-def _sampling_params(server: ServerState, request: ChatRequest) -> SamplingParams:
+def _params(server: ServerState, request: ChatRequest) -> SamplingParams | BeamSearchParams:
     renamed = {"logprobs": "top_logprobs"}
     max_tokens = request.max_tokens
     if request.max_completion_tokens is not None:
         max_tokens = request.max_completion_tokens
         renamed["max_tokens"] = "max_completion_tokens"
-    return sampling_params(
+    return generation_params(
         server.engine, request, max_tokens=max_tokens, logprobs=_num_logprobs(request), renamed=renamed
     )
 

@@ -20,10 +20,11 @@ from streamllm.server.generation import (
     abort_all,
     check_stream_options,
     collect,
-    sampling_params,
+    generation_params,
+    num_choices,
     submit,
 )
-from streamllm.server.logprobs import Entries, LogprobFormatter
+from streamllm.server.logprobs import Entries, LogprobFormatter, logprob_formatter
 from streamllm.server.protocol import MAX_PROMPTS, CompletionRequest, decode_body, describe_kind
 from streamllm.server.sse import EventStream
 
@@ -43,19 +44,21 @@ async def _answer(server: ServerState, request: CompletionRequest) -> Response:
     server.check_model(request.model)
     check_stream_options(request)
     prompts = _prompts(request.prompt)
-    params = sampling_params(
+    params = generation_params(
         engine,
         request,
         max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
         logprobs=request.logprobs,
+        best_of=request.best_of,
         renamed={},
     )
-    _check_best_of(request, params.n)
+    n = num_choices(request)
     if request.echo and request.logprobs is not None:
         raise InvalidRequestError("echo together with logprobs is not supported yet.", param="echo")
     head = ResponseHead.make("cmpl", server.model_names[0])
     streams = await submit(
         engine,
+        request,
         prompts,
         params,
         response_id=head.id,
@@ -66,7 +69,7 @@ async def _answer(server: ServerState, request: CompletionRequest) -> Response:
 
     def echoed(index: int) -> str:
         """What the choice's text begins with."""
-        prompt = prompts[index // params.n]
+        prompt = prompts[index // n]
         if not request.echo:
             return ""
         return prompt if isinstance(prompt, str) else engine.tokenizer.decode(prompt)
@@ -75,7 +78,7 @@ async def _answer(server: ServerState, request: CompletionRequest) -> Response:
         text = echoed(index)
         return b'"text":' + orjson.dumps(text) if text else None
 
-    formatter = LogprobFormatter(engine.tokenizer, params)
+    formatter = logprob_formatter(engine.tokenizer, params)
     if request.stream:
         writer = ChunkWriter(
             head,
@@ -83,20 +86,17 @@ async def _answer(server: ServerState, request: CompletionRequest) -> Response:
             text_field=(b'"text":', b""),
             empty_text=b'"text":""',
             first_text=first_text,
-            format_logprobs=_chunk_logprobs(formatter) if request.logprobs is not None else None,
+            format_logprobs=None if formatter is None else _chunk_logprobs(formatter),
             options=request.stream_options,
         )
         return EventStream(
-            writer.frames(streams, params.n),
+            writer.frames(streams, n),
             in_flight=server.in_flight,
             release=lambda: abort_all(streams),
         )
-    choices, usage = await collect(streams)
+    choices, usage = await collect(streams, n)
     answer = head.body("text_completion") | {
-        "choices": [
-            _choice(choice, echoed(choice.index), formatter, request.logprobs is not None)
-            for choice in choices
-        ],
+        "choices": [_choice(choice, echoed(choice.index), formatter) for choice in choices],
         "usage": usage,
     }
     return Response(orjson.dumps(answer), media_type="application/json")
@@ -110,10 +110,8 @@ def _chunk_logprobs(formatter: LogprobFormatter) -> Any:
     return formatted
 
 
-def _choice(
-    output: CompletionOutput, echoed: str, formatter: LogprobFormatter, wants_logprobs: bool
-) -> dict[str, Any]:
-    logprobs = formatter.completions(output.logprobs or [], output, 0)[0] if wants_logprobs else None
+def _choice(output: CompletionOutput, echoed: str, formatter: LogprobFormatter | None) -> dict[str, Any]:
+    logprobs = None if formatter is None else formatter.completions(output.logprobs or [], output, 0)[0]
     return {
         "index": output.index,
         "text": echoed + output.text,
@@ -121,17 +119,6 @@ def _choice(
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
     }
-
-
-def _check_best_of(request: CompletionRequest, n: int) -> None:
-    best_of = request.best_of
-    if best_of is None or best_of == n:
-        return
-    if best_of < n:
-        raise InvalidRequestError(f"best_of must be at least n ({n}), got {best_of}.", param="best_of")
-    raise InvalidRequestError(
-        f"best_of above n is not supported yet; leave it out or send {n}.", param="best_of"
-    )
 
 
 def _prompts(prompt: str | list[Any]) -> list[Prompt]:

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from streamllm.errors import EngineDeadError, InvalidRequestError, StreamLLMError
+from streamllm.errors import EngineDeadError, InvalidRequestError, QueueFullError, StreamLLMError
 
 logger = logging.getLogger("streamllm.server")
 
@@ -24,6 +24,8 @@ def error_body(
 ) -> dict[str, Any]:
     """The body of an error; its type follows from the HTTP status."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
+    if status == 429:
+        kind = "rate_limit_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -52,13 +54,16 @@ def body_of_failure(error: Exception) -> tuple[int, dict[str, Any]]:
     return 500, error_body("The server failed to process the request.", status=500)
 
 
-def failure_response(error: Exception) -> Response:
+def failure_response(error: Exception, headers: Mapping[str, str] | None = None) -> Response:
     status, body = body_of_failure(error)
-    return Response(orjson.dumps(body), status_code=status, media_type="application/json")
+    return Response(orjson.dumps(body), status_code=status, headers=headers, media_type="application/json")
 
 
 async def on_streamllm_error(request: Request, error: Exception) -> Response:
-    return failure_response(error)
+    """What streamllm raises on purpose; a full queue says when to come again."""
+    if not isinstance(error, QueueFullError):
+        return failure_response(error)
+    return failure_response(error, {"Retry-After": str(request.app.state.server.retry_after())})
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from streamllm.errors import InvalidRequestError, RequestFailedError
 from streamllm.outputs import CompletionOutput, RequestOutput
-from streamllm.sampling_params import RequestOutputKind, SamplingParams
+from streamllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from streamllm.server.beams import beam_search_params, check_beam_fields, width_field
 from streamllm.server.in_flight import InFlight
+from streamllm.server.pace import Pace
 from streamllm.server.protocol import GenerationRequest
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class ServerState:
 
     Attributes:
         model_names: names that requests may use; the first is shown in answers.
+        pace: how fast requests end.
         created: start of the server, Unix time.
     """
 
@@ -57,6 +60,7 @@ class ServerState:
     config: ServerConfig
     model_names: tuple[str, ...]
     in_flight: InFlight
+    pace: Pace
     created: int
 
     def check_model(self, name: str | None) -> None:
@@ -73,6 +77,10 @@ class ServerState:
                 status=404,
             )
 
+    def retry_after(self) -> int:
+        """Seconds after which a client that found the queue full should come again."""
+        return self.pace.retry_after(self.engine.stats().num_waiting)
+
 
 def check_stream_options(request: GenerationRequest) -> None:
     """
@@ -85,24 +93,37 @@ def check_stream_options(request: GenerationRequest) -> None:
         )
 
 
-def sampling_params(
+def generation_params(
     engine: AsyncEngine,
     request: GenerationRequest,
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    best_of: int | None = None,
     renamed: dict[str, str],
-) -> SamplingParams:
-    """The sampling parameters of a request: its own values, then the model's, then OpenAI's defaults.
+) -> SamplingParams | BeamSearchParams:
+    """How a request wants its tokens: a beam search, or sampling.
 
     Args:
         max_tokens: the limit, ``None`` for what the context leaves.
         logprobs: alternatives per token, ``None`` for no logprobs.
+        best_of: choices, or beams, of which ``n`` are returned.
         renamed: parameter -> the field that the client wrote instead.
 
     Raises:
-        InvalidRequestError: a value out of its range; ``param`` is the client's field.
+        InvalidRequestError: a value out of its range, or a contradiction; ``param`` is the client's field.
     """
+    check_beam_fields(request)
+    try:
+        if request.use_beam_search:
+            return beam_search_params(request, max_tokens=max_tokens, best_of=best_of)
+        return _sampling_params(engine, request, max_tokens=max_tokens, logprobs=logprobs, best_of=best_of)
+    except InvalidRequestError as error:
+        raise _renamed(error, {**renamed, "beam_width": width_field(request)}) from None
+
+
+def _sampling_params(engine: AsyncEngine, request: GenerationRequest, **values_given: Any) -> SamplingParams:
+    """The request's own values, then the model's, then OpenAI's defaults."""
     values = {
         name: engine.default_sampling[name] for name in MODEL_DEFAULTS if name in engine.default_sampling
     }
@@ -111,10 +132,7 @@ def sampling_params(
         if value is not None:
             values[name] = value
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    try:
-        return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind)
-    except InvalidRequestError as error:
-        raise _renamed(error, renamed) from None
+    return SamplingParams(**values, **values_given, output_kind=kind)
 
 
 def _renamed(error: InvalidRequestError, renamed: dict[str, str]) -> InvalidRequestError:
@@ -126,10 +144,16 @@ def _renamed(error: InvalidRequestError, renamed: dict[str, str]) -> InvalidRequ
     return InvalidRequestError(message, param=field, code=error.code, status=error.status)
 
 
+def num_choices(request: GenerationRequest) -> int:
+    """Choices to return for each prompt."""
+    return 1 if request.n is None else request.n
+
+
 async def submit(
     engine: AsyncEngine,
+    request: GenerationRequest,
     prompts: Sequence[Prompt],
-    params: SamplingParams,
+    params: SamplingParams | BeamSearchParams,
     *,
     response_id: str,
     field: str,
@@ -144,6 +168,7 @@ async def submit(
 
     Raises:
         InvalidRequestError: a prompt cannot be served; nothing stays queued.
+        QueueFullError: (429) too much is queued already.
         EngineDeadError: the engine has stopped.
     """
     try:
@@ -153,16 +178,18 @@ async def submit(
             request_ids=[f"{response_id}-{index}" for index in range(len(prompts))],
             add_special_tokens=add_special_tokens,
             arrival_time=arrival_time,
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt,
         )
     except InvalidRequestError as error:
-        raise _in_field(error, field) from None
+        raise _renamed(_in_field(error, field), {"beam_width": width_field(request)}) from None
 
 
 def _in_field(error: InvalidRequestError, field: str) -> InvalidRequestError:
     """The engine's error about a prompt, in the field where the client wrote it."""
-    param = error.param
-    if param is not None and param.startswith("prompt"):
-        param = field + param.removeprefix("prompt")
+    if error.param is None or not error.param.startswith("prompt"):
+        return error
+    param = field + error.param.removeprefix("prompt")
     return InvalidRequestError(error.message, param=param, code=error.code, status=error.status)
 
 
@@ -215,8 +242,9 @@ def _unaborted(output: RequestOutput) -> RequestOutput:
     return output
 
 
-async def collect(streams: Sequence[RequestStream]) -> tuple[list[CompletionOutput], dict[str, Any]]:
-    """All choices, numbered over the prompts in order, and the usage. On any failure every request ends."""
+async def collect(streams: Sequence[RequestStream], n: int) -> tuple[list[CompletionOutput], dict[str, Any]]:
+    """The first ``n`` choices of each prompt, numbered over the prompts in order, and the usage. On any
+    failure every request ends."""
     usage = Usage(streams)
     choices: list[CompletionOutput] = []
     finished: dict[int, RequestOutput] = {}
@@ -227,8 +255,9 @@ async def collect(streams: Sequence[RequestStream]) -> tuple[list[CompletionOutp
                 usage.add(output)
     finally:
         abort_all(streams)
+    usage.add_unreturned()
     for index in range(len(streams)):
-        for choice in finished[index].outputs:
+        for choice in finished[index].outputs[:n]:
             choice.index = len(choices)
             choices.append(choice)
     return choices, usage.body()
@@ -238,6 +267,7 @@ class Usage:
     """Counts tokens of the requests behind one response; a prompt counts once whatever its choices."""
 
     def __init__(self, streams: Sequence[RequestStream]) -> None:
+        self._streams = streams
         self._prompt_tokens = sum(len(stream.prompt_token_ids) for stream in streams)
         self._completion_tokens = 0
         self._cached_tokens: dict[str, int] = {}
@@ -245,6 +275,11 @@ class Usage:
     def add(self, output: RequestOutput) -> None:
         self._completion_tokens += sum(len(choice.token_ids) for choice in output.outputs)
         self._cached_tokens[output.request_id] = output.num_cached_tokens
+
+    def add_unreturned(self) -> None:
+        """At the end: count everything generated, the choices that ``best_of`` and beams drop too, as OpenAI
+        does."""
+        self._completion_tokens = sum(stream.num_pushed_tokens for stream in self._streams)
 
     def body(self) -> dict[str, Any]:
         return {

@@ -35,7 +35,12 @@ def describe(before: EngineStats, now: EngineStats, seconds: float) -> str | Non
     generation = now.generation_tokens - before.generation_tokens
     if not (prompt or generation or now.num_running or now.num_waiting):
         return None
-    return (
+    line = (
         f"prompt {prompt / seconds:.1f} tok/s, generation {generation / seconds:.1f} tok/s, "
         f"running {now.num_running}, waiting {now.num_waiting}, KV usage {100 * now.kv_usage:.1f}%"
     )
+    queries = now.prefix_cache_queries - before.prefix_cache_queries
+    if queries:
+        hits = now.prefix_cache_hits - before.prefix_cache_hits
+        line += f", prefix cache hits {100 * hits / queries:.1f}%"
+    return line

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from streamllm.outputs import CompletionOutput, Logprob
+from streamllm.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
-    from streamllm.sampling_params import SamplingParams
     from streamllm.text.tokenizer import Tokenizer
 
 FLOOR = -9999.0
@@ -103,6 +103,15 @@ class LogprobFormatter:
             return False
         shown = self._params.include_stop_str_in_output and output.stop_reason is not None
         return position == len(entries) - 1 and not shown
+
+
+def logprob_formatter(
+    tokenizer: Tokenizer, params: SamplingParams | BeamSearchParams
+) -> LogprobFormatter | None:
+    """The formatter of a request that asks for logprobs; beam search has none to show."""
+    if isinstance(params, BeamSearchParams) or params.logprobs is None:
+        return None
+    return LogprobFormatter(tokenizer, params)
 
 
 def _floored(logprob: float) -> float:

@@ -38,6 +38,8 @@ class EngineCollector:
             ("num_requests_running", "Sequences in the running batch.", stats.num_running),
             ("num_requests_waiting", "Sequences in the queue.", stats.num_waiting),
             ("kv_cache_usage_perc", "Share of KV blocks held by live requests, 0 to 1.", stats.kv_usage),
+            ("kv_cache_waste_perc", "Share of their slots that hold no token, 0 to 1.", stats.memory.waste),
+            ("kv_cache_sharing_perc", "Share of blocks saved by sharing, 0 to 1.", stats.memory.sharing),
         ):
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
             gauge.add_metric([self._model_name], value)
@@ -46,6 +48,9 @@ class EngineCollector:
             ("num_preemptions", "Preemptions.", stats.num_preemptions),
             ("prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated.", stats.generation_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+            ("prompt_tokens_cached", "Prompt tokens that were not computed.", stats.prefix_cache_hits),
         ):
             counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
             counter.add_metric([self._model_name], value)

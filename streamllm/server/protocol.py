@@ -26,10 +26,8 @@ NOT_SUPPORTED_YET: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
-    "cache_salt": (),
     "chat_template": (),
     "documents": ([],),
-    "early_stopping": (False,),
     "ec_transfer_params": (),
     "echo": (False,),
     "frequency_penalty": (0,),
@@ -42,14 +40,12 @@ NOT_SUPPORTED_YET: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "include_reasoning": (True,),
     "kv_transfer_params": (),
-    "length_penalty": (1,),
     "logit_bias": ({},),
     "logprob_token_ids": ([],),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "presence_penalty": (0,),
-    "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
@@ -69,7 +65,6 @@ NOT_SUPPORTED_YET: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "truncate_prompt_tokens": (),
     "truncation_side": ("left", "right"),
-    "use_beam_search": (False,),
     "verbosity": ("medium",),
     "vllm_xargs": ({},),
     "watermarking": (False,),
@@ -103,7 +98,12 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
     """What both routes honour. ``None`` stands for a field left out: the model's sampling defaults apply,
-    then OpenAI's."""
+    then OpenAI's.
+
+    ``priority`` (lower is served first) decides under ``--scheduling-policy priority``, and is without effect
+    under ``fcfs``. Only requests with the same ``cache_salt`` share cached blocks. With ``use_beam_search``
+    the choices are the best hypotheses of ``n`` beams (:mod:`streamllm.server.beams`).
+    """
 
     model: str | None = None
     n: int | None = None
@@ -122,6 +122,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -185,22 +190,23 @@ def _refuse_unsupported(values: dict[str, Any], body_type: type[msgspec.Struct])
         status = support.get(name)
         if status is None:
             _report_unknown(name)
-        elif status == "not supported yet" and value is not None:
+        elif status == "not supported yet":
             neutral = NOT_SUPPORTED_YET[name]
-            if not any(_same(value, accepted) for accepted in neutral):
-                raise InvalidRequestError(_unsupported_message(name, neutral), param=name)
+            if not is_neutral(value, neutral):
+                raise InvalidRequestError(f"{name} is not supported yet; {leave_out(neutral)}.", param=name)
 
 
-def _unsupported_message(name: str, neutral: tuple[Any, ...]) -> str:
-    if not neutral:
-        return f"{name} is not supported yet; leave it out."
+def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether a field's value asks for nothing: null, or one of ``neutral`` (in JSON, ``false`` is not 0)."""
+    return value is None or any(
+        isinstance(value, bool) == isinstance(accepted, bool) and value == accepted for accepted in neutral
+    )
+
+
+def leave_out(neutral: tuple[Any, ...]) -> str:
+    """What to do about a field that cannot be honoured: ``"leave it out or send 0"``."""
     values = " or ".join(msgspec.json.encode(value).decode() for value in neutral)
-    return f"{name} is not supported yet; leave it out or send {values}."
-
-
-def _same(value: Any, accepted: Any) -> bool:
-    """Equality of JSON values: in Python ``False == 0``."""
-    return isinstance(value, bool) == isinstance(accepted, bool) and value == accepted
+    return f"leave it out or send {values}" if values else "leave it out"
 
 
 def _report_unknown(name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import time
@@ -48,7 +49,11 @@ def serve(engine_factory: Callable[[], AsyncEngine], server_config: ServerConfig
     Raises:
         StreamLLMError: whatever loading raises.
     """
-    server = make_server(engine_factory(), server_config)
+    engine = engine_factory()
+    # What has been loaded lives as long as the process: no collection need visit it in the middle of a step.
+    gc.collect()
+    gc.freeze()
+    server = make_server(engine, server_config)
     server.run(sockets=[sock])
     return 0 if server.started and not server.engine_died else 1
 

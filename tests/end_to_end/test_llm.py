@@ -92,3 +92,52 @@ def test_one_bad_prompt_among_good_ones_runs_none(llm):
 def test_settings_that_cannot_be_honoured(settings, words):
     with pytest.raises(ConfigError, match=words):
         LLM(**settings)
+
+
+# -- priorities, salts, the cache --------------------------------------------------------------------------
+
+
+def test_priorities_and_salts_ride_with_their_prompts(llm):
+    llm.reset_prefix_cache()
+    ids = llm.get_tokenizer().encode("One sentence that is long enough to fill a block or two. " * 4)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    plain = {"prompt_token_ids": ids}
+    prompts = [plain, {**plain, "cache_salt": "a"}, plain]
+    expected = llm.generate(plain, params)[0].outputs[0].token_ids
+    for priority in (None, 3, [2, 1, 0]):
+        outputs = llm.generate(prompts, params, priority=priority)
+        assert [output.outputs[0].token_ids for output in outputs] == [expected] * 3
+        assert [output.prompt_token_ids for output in outputs] == [ids] * 3
+    assert all(output.num_cached_tokens > 0 for output in outputs)
+    assert llm.reset_prefix_cache() is True
+    assert llm.stats().memory.cached_blocks == 0
+    assert llm.generate(plain, params)[0].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "priority", "words"),
+    [
+        (["a", "b"], [1], "1 entries for 2 prompts"),
+        (["a", "b"], [1, "x"], r"prompt\[1\]: priority"),
+        ("a", 1.5, "priority"),
+        ("a", True, "priority"),
+        ([{"prompt": "a", "cache_salt": ""}, "b"], 0, r"prompt\[0\]: cache_salt"),
+        ([{"prompt": "a", "cache_salt": ["x"]}], None, "cache_salt"),
+        (["a", {"prompt": "b", "cache_salt": "x" * 129}], 0, r"prompt\[1\]: cache_salt"),
+    ],
+)
+def test_priorities_and_salts_that_are_refused(llm, prompts, priority, words):
+    with pytest.raises(InvalidRequestError, match=words):
+        llm.generate(prompts, SamplingParams(max_tokens=200, ignore_eos=True), priority=priority)
+    stats = llm.stats()
+    assert stats.num_running == stats.num_waiting == stats.num_used_blocks == 0
+
+
+def test_lower_priorities_run_first():
+    llm = LLM(max_num_seqs=1, max_model_len=64, scheduling_policy="priority")
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    outputs = llm.generate(["a", "b", "c", "d"], params, priority=[9, 1, 5, -1])
+    ends = [output.metrics.finished_time for output in outputs]
+    # The first runs already when the others come.
+    assert sorted(range(1, 4), key=ends.__getitem__) == [3, 1, 2]
+    llm.shutdown()

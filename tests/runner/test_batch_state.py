@@ -23,7 +23,12 @@ GROUPS = 2
 
 def make_inputs(max_tokens: int = 4096, slots: int = SLOTS) -> StepInputs:
     cache = KVCache(
-        layers_per_block=1, num_blocks=4, block_size=BLOCK, num_kv_heads=1, head_dim=8, kv_cache_dtype="float32"
+        layers_per_block=1,
+        num_blocks=4,
+        block_size=BLOCK,
+        num_kv_heads=1,
+        head_dim=8,
+        kv_cache_dtype="float32",
     )
     table = np.zeros((8, 4), np.float32)
     return StepInputs.allocate(max_tokens, slots, table, table, cache, num_groups=GROUPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -17,6 +18,7 @@ from helpers.fake_model import FakeExecutor, FakeRunner
 
 from streamllm.config import EngineConfig, ServerConfig
 from streamllm.engine.async_engine import AsyncEngine
+from streamllm.engine.stats import EngineStats
 from streamllm.runner.messages import ScheduledBatch, StepOutput, TokenLogprobs
 from streamllm.server.run import Server, make_server
 from streamllm.text.chat_template import ChatTemplate
@@ -48,12 +50,16 @@ class ScriptedRunner(FakeRunner):
         self.script = script
         self._prompt_lengths: dict[int, int] = {}
 
+    def _check_context(self, state: Any) -> None:
+        """Nothing: quadratic in the length, and the engine's tests do it."""
+
     def step(self, batch: ScheduledBatch) -> StepOutput:
         for new in batch.new_sequences:
             self._prompt_lengths[new.sequence_id] = new.num_prompt_tokens
         output = super().step(batch)
+        states = {state.sequence_id: state for state in self.slots.values()}
         for index, row in enumerate(batch.output_rows):
-            state = self.slots[batch.rows[row.row].slot]
+            state = states[row.sequence_id]
             position = len(state.token_ids) - self._prompt_lengths[row.sequence_id]
             token_id = self.script(state.choice_index, position)
             output.token_ids[index] = [token_id]
@@ -88,6 +94,7 @@ class RunningServer:
     def start(self) -> None:
         self._thread.start()
         self.wait_for(lambda: self.server.started)
+        self._loop = self.engine._task.get_loop()
 
     def stop(self) -> None:
         self.server.should_exit = True
@@ -104,8 +111,18 @@ class RunningServer:
             assert time.monotonic() < deadline, "it did not happen in time"
             time.sleep(0.005)
 
+    def stats(self) -> EngineStats:
+        """The engine's figures, read on its own loop while that runs."""
+        if not self._thread.is_alive():
+            return self.engine.stats()
+
+        async def snapshot() -> EngineStats:
+            return self.engine.stats()
+
+        return asyncio.run_coroutine_threadsafe(snapshot(), self._loop).result(5)
+
     def is_idle(self) -> bool:
-        stats = self.engine.stats()
+        stats = self.stats()
         return stats.num_running == stats.num_waiting == stats.num_used_blocks == 0
 
     def wait_idle(self, timeout: float = 1.0) -> None:
@@ -132,23 +149,32 @@ class RunningServer:
 def make_engine(
     *,
     script: Script | None = None,
+    runner: FakeRunner | None = None,
     step_seconds: float = 0.0,
     max_num_seqs: int = 8,
     chat_template: bool = True,
+    num_blocks: int = 512,
+    default_sampling: dict[str, Any] | None = None,
+    **engine_settings: Any,
 ) -> tuple[AsyncEngine, FakeExecutor]:
-    """The real engine over a scripted model: 257 tokens, 512 blocks of 16, contexts of 4096."""
+    """The real engine over a scripted model: 257 tokens, contexts of 4096, blocks of 16."""
     tokenizer = ByteTokenizer()
-    executor = FakeExecutor(ScriptedRunner(script or text_script(TEXT)), step_seconds)
+    executor = FakeExecutor(runner or ScriptedRunner(script or text_script(TEXT)), step_seconds)
     engine = AsyncEngine(
-        config=EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=64),
+        config=EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=64, **engine_settings),
         model_name=MODEL,
-        model_config=SimpleNamespace(eos_token_ids=(), vocab_size=257),
+        model_config=SimpleNamespace(
+            eos_token_ids=(),
+            vocab_size=257,
+            layer_windows=(None,),
+            rope=SimpleNamespace(rope_type="default"),
+        ),
         tokenizer=tokenizer,
         chat_template=ChatTemplate(tokenizer.chat_template, {}) if chat_template else None,
         executor=executor,
-        num_blocks=512,
+        num_blocks=num_blocks,
         max_model_len=4096,
-        default_sampling={},
+        default_sampling=default_sampling or {},
     )
     return engine, executor
 
@@ -160,11 +186,17 @@ def run_server(
     step_seconds: float = 0.0,
     max_num_seqs: int = 8,
     chat_template: bool = True,
+    engine_settings: dict[str, Any] | None = None,
     **server_settings: Any,
 ) -> Iterator[RunningServer]:
-    """A server in this process; ``server_settings`` are ServerConfig's."""
+    """A server in this process; ``engine_settings`` go to :func:`make_engine`, ``server_settings`` are
+    ServerConfig's."""
     engine, executor = make_engine(
-        script=script, step_seconds=step_seconds, max_num_seqs=max_num_seqs, chat_template=chat_template
+        script=script,
+        step_seconds=step_seconds,
+        max_num_seqs=max_num_seqs,
+        chat_template=chat_template,
+        **engine_settings or {},
     )
     running = RunningServer(engine, executor, ServerConfig(**server_settings))
     running.start()

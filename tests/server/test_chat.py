@@ -292,7 +292,7 @@ def test_sampling_defaults_of_the_model():
 
     def params(**fields):
         request = ChatRequest(messages=MESSAGES, **fields)
-        return generation.sampling_params(Engine(), request, max_tokens=None, logprobs=None, renamed={})
+        return generation.generation_params(Engine(), request, max_tokens=None, logprobs=None, renamed={})
 
     assert (params().temperature, params().top_k, params().top_p) == (0.2, 7, 1.0)
     assert (params(temperature=0.9, top_k=-1).temperature, params(top_k=-1).top_k) == (0.9, 0)

@@ -113,7 +113,6 @@ def test_no_logprobs_unless_asked_for(client):
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"echo": True, "logprobs": 1}, "echo"),
-        ({"best_of": 2}, "best_of"),
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"n": 10**6}, "n"),

@@ -24,11 +24,11 @@ def slow():
 
 
 def running(server):
-    return server.engine.stats().num_running
+    return server.stats().num_running
 
 
 def waiting(server):
-    return server.engine.stats().num_waiting
+    return server.stats().num_waiting
 
 
 class Background:
@@ -66,9 +66,9 @@ def test_closing_a_stream_stops_generation(slow):
             next(lines)
         assert running(slow) == 1
     slow.wait_idle()
-    before = slow.engine.stats().generation_tokens
+    before = slow.stats().generation_tokens
     time.sleep(0.1)
-    assert slow.engine.stats().generation_tokens == before
+    assert slow.stats().generation_tokens == before
     slow.canary()
 
 
@@ -87,13 +87,13 @@ def test_leaving_the_queue(slow, stream):
     ) as response:
         lines = response.iter_lines()  # closes the response when it is collected
         next(lines)
-        prompt_tokens = slow.engine.stats().prompt_tokens
+        prompt_tokens = slow.stats().prompt_tokens
         body = {**LONG, "prompt": "queued", "stream": stream}
         queued = httpx.stream("POST", slow.url + "/v1/completions", json=body, timeout=0.2)
         with pytest.raises(httpx.ReadTimeout), queued as answer:
             list(answer.iter_lines())
         slow.wait_for(lambda: waiting(slow) == 0, 1.0)
-        assert slow.engine.stats().prompt_tokens == prompt_tokens
+        assert slow.stats().prompt_tokens == prompt_tokens
         assert running(slow) == 2
     slow.wait_idle()
 

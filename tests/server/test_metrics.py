@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 
@@ -62,30 +63,65 @@ def test_gauges_follow_the_engine():
             assert 0 < samples["kv_cache_usage_perc"] < 1
         server.wait_idle()
         samples = scrape(server)
-        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        assert [samples[name] for name in names] == [0, 0, 0]
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
+                 "kv_cache_waste_perc", "kv_cache_sharing_perc")  # fmt: skip
+        assert [samples[name] for name in names] == [0] * 5
+
+
+def test_waste_and_sharing():
+    with run_server(step_seconds=0.02) as server:
+        body = {"prompt": "x" * 32, "max_tokens": 30, "n": 3, "stream": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body) as response:
+            server.wait_for(lambda: server.stats().num_running == 3)
+            lines = (line for line in response.iter_lines() if line)
+            next(lines)
+            samples = scrape(server)
+        # Two blocks of the prompt for all three, and each has begun one of its own.
+        assert samples["kv_cache_sharing_perc"] == pytest.approx(1 - 5 / 9)
+        assert 0.4 <= samples["kv_cache_waste_perc"] <= 3 * 15 / 80
+        server.wait_idle()
+
+
+def test_gauges_fall_to_zero_when_every_client_leaves():
+    with run_server(step_seconds=0.005, max_num_seqs=4) as server:
+        body = {"prompt": "a", "max_tokens": 3000, "stream": True}
+        with contextlib.ExitStack() as stack:
+            for _ in range(12):
+                stack.enter_context(httpx.stream("POST", server.url + "/v1/completions", json=body))
+            server.wait_for(lambda: server.stats().num_waiting == 8)
+            assert scrape(server)["num_requests_waiting"] == 8
+        server.wait_idle(timeout=1.0)
+        samples = scrape(server)
+        assert [samples[f"num_requests_{state}"] for state in ("running", "waiting")] == [0, 0]
+        assert samples["request_success_total{finished_reason=abort}"] == 12
 
 
 def test_log_line(server):
-    before = server.engine.stats()
+    before = server.stats()
+    memory = dataclasses.replace(before.memory, used_blocks=before.num_blocks // 4)
     now = dataclasses.replace(
         before, prompt_tokens=before.prompt_tokens + 100, generation_tokens=before.generation_tokens + 25,
-        num_running=2, num_waiting=1, num_used_blocks=before.num_blocks // 4,
+        num_running=2, num_waiting=1, memory=memory,
     )  # fmt: skip
     assert describe(before, before, 10.0) is None
-    assert describe(before, now, 10.0) == (
-        "prompt 10.0 tok/s, generation 2.5 tok/s, running 2, waiting 1, KV usage 25.0%"
+    line = "prompt 10.0 tok/s, generation 2.5 tok/s, running 2, waiting 1, KV usage 25.0%"
+    assert describe(before, now, 10.0) == line
+    now = dataclasses.replace(
+        now,
+        prefix_cache_queries=before.prefix_cache_queries + 100,
+        prefix_cache_hits=before.prefix_cache_hits + 48,
     )
+    assert describe(before, now, 10.0) == line + ", prefix cache hits 48.0%"
 
 
-async def test_log_only_while_there_is_work(caplog):
-    from streamllm.engine.stats import EngineStats
+async def test_log_only_while_there_is_work(server, caplog):
+    idle = server.stats()
 
     class Engine:
         tokens = 0
 
         def stats(self):
-            return EngineStats(0, 0, 0, 8, 0, 0, self.tokens, {}, 64, 16, 0)
+            return dataclasses.replace(idle, generation_tokens=self.tokens)
 
     engine = Engine()
     with caplog.at_level(logging.INFO, logger="streamllm.server"):
