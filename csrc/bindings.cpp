@@ -33,20 +33,25 @@ T* pointer(Address address) {
 }
 
 std::vector<std::string> instruction_sets() {
-  const Kernels* tables[3];
+  const Kernels* tables[kMaxInstructionSets];
   const int count = supported_kernels(tables);
   std::vector<std::string> names;
   for (int i = 0; i < count; ++i) names.emplace_back(tables[i]->name);
   return names;
 }
 
+std::vector<std::string> weight_formats() {
+  std::vector<std::string> names;
+  for (int i = 0; i < kNumWeightFormats; ++i) {
+    names.emplace_back(format_info(static_cast<WeightFormat>(i)).name);
+  }
+  return names;
+}
+
 void embedding(Plan& plan, Address token_ids, std::shared_ptr<PackedMatrix> weight, Address out,
                int64_t out_stride) {
-  EmbeddingArgs args{};
-  args.token_ids = pointer<const int32_t>(token_ids);
-  args.out = pointer<float>(out);
-  args.out_stride = out_stride;
-  plan.add(make_embedding(args, std::move(weight)));
+  plan.add(
+      make_embedding(pointer<const int32_t>(token_ids), std::move(weight), pointer<float>(out), out_stride));
 }
 
 void rms_norm(Plan& plan, Address x, int64_t x_stride, Address residual, int64_t residual_stride,
@@ -66,13 +71,11 @@ void rms_norm(Plan& plan, Address x, int64_t x_stride, Address residual, int64_t
 
 void linear(Plan& plan, Address x, int64_t x_stride, std::shared_ptr<PackedMatrix> weight, Address bias,
             Address out, int64_t out_stride, bool on_outputs) {
-  LinearArgs args{};
-  args.x = pointer<const float>(x);
-  args.x_stride = x_stride;
-  args.bias = pointer<const float>(bias);
-  args.out = pointer<float>(out);
-  args.out_stride = out_stride;
-  plan.add(make_linear(args, std::move(weight), on_outputs));
+  for (auto& op :
+       make_linear(pointer<const float>(x), x_stride, std::move(weight), pointer<const float>(bias),
+                   pointer<float>(out), out_stride, on_outputs, plan.scratch())) {
+    plan.add(std::move(op));
+  }
 }
 
 void rotary_and_cache(Plan& plan, Address qkv, int64_t qkv_stride, int num_heads, int num_kv_heads,
@@ -177,6 +180,7 @@ NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);
 
   m.def("instruction_sets", &instruction_sets);
+  m.def("weight_formats", &weight_formats);
   m.def("instruction_set", [] { return std::string(kernels().name); });
   m.def("set_instruction_set", [](const std::string& name) { select_kernels(name.c_str()); }, "name"_a);
   m.def(
@@ -192,16 +196,23 @@ NB_MODULE(_native, m) {
       .def_prop_ro("num_threads", &ThreadPool::num_threads);
 
   nb::class_<PackedMatrix>(m, "PackedMatrix")
-      .def(nb::init<int64_t, int64_t>(), "n"_a, "k"_a)
+      .def(nb::init<int64_t>(), "k"_a)
       .def(
-          "pack_rows",
-          [](PackedMatrix& matrix, int64_t first_row, Address address, int64_t rows, int64_t row_stride) {
-            matrix.pack_rows(first_row, pointer<const float>(address), rows, row_stride);
+          "append_rows",
+          [](PackedMatrix& matrix, const std::string& format, Address address, int64_t rows,
+             int64_t row_stride) {
+            matrix.append_rows(weight_format_from_name(format.c_str()), pointer<const uint8_t>(address), rows,
+                               row_stride);
           },
-          "first_row"_a, "address"_a, "rows"_a, "row_stride"_a, ReleaseGil())
+          "format"_a, "address"_a, "rows"_a, "row_stride"_a, ReleaseGil())
       .def_prop_ro("n", &PackedMatrix::n)
       .def_prop_ro("k", &PackedMatrix::k)
-      .def_prop_ro("num_bytes", &PackedMatrix::num_bytes);
+      .def_prop_ro("num_bytes", &PackedMatrix::num_bytes)
+      .def_prop_ro("formats", [](const PackedMatrix& matrix) {
+        std::vector<std::string> names;
+        for (const auto& segment : matrix.segments()) names.emplace_back(format_info(segment.format).name);
+        return names;
+      });
 
   nb::class_<Plan>(m, "Plan")
       .def(nb::init<std::shared_ptr<ThreadPool>>(), "pool"_a)

@@ -4,19 +4,23 @@ Addresses are integers (``array.ctypes.data``) of memory that must outlive the p
 distance between rows in elements. Arrays are float32 and index arrays int32 unless said otherwise. An
 argument out of range raises ValueError naming it. A row's result does not depend on the other rows of a
 batch, on how a prompt is cut into chunks, or on the number of threads: equality is exact within one
-instruction set.
+instruction set. Products with quantised weights are equal between instruction sets too.
 """
 
 from typing import Literal
 
 def instruction_sets() -> list[str]:
-    """Those that this CPU supports, best first, out of "avx512", "avx2" and "portable"."""
+    """Those that this CPU supports, best first: out of "avx512_vnni", "avx512",
+    "avx_vnni", "avx2" and "portable"."""
 
 def instruction_set() -> str:
     """The one in use; at first the best."""
 
 def set_instruction_set(name: str) -> None:
     """Chooses another one, for all plans; not while one runs."""
+
+def weight_formats() -> list[str]:
+    """Formats of weights that there are kernels for."""
 
 def philox4x32(c0: int, c1: int, c2: int, c3: int, k0: int, k1: int) -> tuple[int, int, int, int]:
     """Philox4x32-10 (Salmon et al., 2011) of a 128-bit counter and a 64-bit key, as 32-bit words."""
@@ -29,11 +33,19 @@ class ThreadPool:
     def num_threads(self) -> int: ...
 
 class PackedMatrix:
-    """The float32 weight W[n, k] of a product x @ W.T, in panels of 32 columns; at first all zeros."""
+    """The weight W[n, k] of a product x @ W.T, its rows in whatever formats they were stored.
 
-    def __init__(self, n: int, k: int) -> None: ...
-    def pack_rows(self, first_row: int, address: int, rows: int, row_stride: int) -> None:
-        """Copies W[first_row : first_row + rows] from row-major memory. Releases the GIL."""
+    "float32", "float16" and "bfloat16" multiply as float32. "q4_0", "q4_1" and "q8_0" are GGML's types, in
+    groups of 32 along k. At first there are no rows.
+    """
+
+    def __init__(self, k: int) -> None: ...
+    def append_rows(self, format: str, address: int, rows: int, row_stride: int) -> None:
+        """Copies rows that lie `row_stride` bytes apart to the matrix's end. Releases the GIL.
+
+        ValueError for an unknown format, one whose groups do not divide k, or a row_stride too short.
+        Recorded operations see the rows that were there when they were recorded.
+        """
 
     @property
     def n(self) -> int: ...
@@ -41,6 +53,9 @@ class PackedMatrix:
     def k(self) -> int: ...
     @property
     def num_bytes(self) -> int: ...
+    @property
+    def formats(self) -> list[str]:
+        """One a call of `append_rows`."""
 
 class Plan:
     """A list of operations over preallocated buffers.
@@ -98,7 +113,12 @@ class Plan:
         out_stride: int,
         on_outputs: bool,
     ) -> None:
-        """out[:, :n] = x[:, :k] @ weight.T + bias; `bias` is the address of n floats, or 0."""
+        """out[:, :n] = x[:, :k] @ weight.T + bias; `bias` is the address of n floats, or 0.
+
+        For quantised weights x is first rounded, in an operation of its own, to 8 bits in groups of 32 along
+        k: integers times a scale of max|x| / 127. A group that holds NaN or infinity makes all outputs of
+        its row NaN, and touches no other row.
+        """
 
     def rotary_and_cache(
         self,

@@ -68,13 +68,13 @@ class EngineConfig(_Settings):
     revision: str | None = setting(None, "Branch, tag or commit of a Hugging Face model.")
     dtype: str = setting(
         "auto",
-        "Precision of weights and activations. float32 is the exact mode: dequantised weights, float32 "
-        "activations and KV cache. auto is float32 on a CPU for now.",
+        "auto runs weights as the file holds them (packed GGUF types, 16-bit floats). float32 is the exact "
+        "mode: dequantised weights, float32 activations and KV cache.",
         choices=("auto", "float32", "float"),
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "Precision of the KV cache; auto follows dtype, float16 halves its memory.",
+        "Precision of the KV cache; auto is float32 in the exact mode, else float16.",
         choices=("auto", "float32", "float16"),
     )
     max_model_len: int | None = setting(
@@ -183,8 +183,15 @@ class EngineConfig(_Settings):
             object.__setattr__(self, "max_num_seqs", self.max_num_batched_tokens)
 
     @property
+    def exact(self) -> bool:
+        """Whether everything is float32: dequantised weights, activations and (unless set) the KV cache."""
+        return self.dtype != "auto" or self.backend == "torch"
+
+    @property
     def resolved_kv_cache_dtype(self) -> str:
-        return "float32" if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        if self.kv_cache_dtype != "auto":
+            return self.kv_cache_dtype
+        return "float32" if self.exact else "float16"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-// Embedding, RMSNorm, rotary embedding with the cache write, SiLU.
+// RMSNorm, rotary embedding with the cache write, SiLU.
 #pragma once
 
 #include "kernels.hpp"
@@ -25,19 +25,6 @@ inline void store_lanes(T* p, Vec16 a, int count) {
     store_saturated(p, a);
   } else {
     store_partial(p, a, count);
-  }
-}
-
-inline void embedding(const EmbeddingArgs& args, int64_t first_row, int64_t last_row) {
-  for (int64_t row = first_row; row < last_row; ++row) {
-    float* out = args.out + row * args.out_stride;
-    const int64_t id = args.token_ids[row];
-    if (id < 0 || id >= args.n) {
-      for (int64_t i = 0; i < args.k; ++i) out[i] = 0.0f;
-      continue;
-    }
-    const float* column = args.panels + id / kPanelColumns * args.k * kPanelColumns + id % kPanelColumns;
-    for (int64_t i = 0; i < args.k; ++i) out[i] = column[i * kPanelColumns];
   }
 }
 

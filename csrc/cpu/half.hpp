@@ -1,4 +1,4 @@
-// IEEE binary16 as storage, with conversions for CPUs that have no instruction for them.
+// IEEE binary16 and bfloat16 as storage, with conversions for CPUs that have no instruction for them.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,11 @@
 namespace streamllm::cpu {
 
 struct Half {
+  uint16_t bits;
+};
+
+// The upper half of a float32.
+struct BFloat16 {
   uint16_t bits;
 };
 
@@ -30,6 +35,13 @@ inline float half_to_float(Half half) {
   bits |= sign;
   std::memcpy(&value, &bits, sizeof value);
   return value;
+}
+
+inline float bfloat16_to_float(BFloat16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
 }
 
 // Rounds to nearest even; the magnitude must not exceed kLargestHalf. NaN stays NaN.

@@ -1,5 +1,9 @@
 #include "kernels.hpp"
 
+#if defined(STREAMLLM_HAVE_AVX_VNNI)
+#include <cpuid.h>
+#endif
+
 #include <atomic>
 #include <cstring>
 #include <stdexcept>
@@ -7,7 +11,19 @@
 
 namespace streamllm::cpu {
 
-int supported_kernels(const Kernels* (&tables)[3]) {
+namespace {
+
+#if defined(STREAMLLM_HAVE_AVX_VNNI)
+// Not every compiler's __builtin_cpu_supports knows the name.
+bool has_avx_vnni() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & (1u << 4)) != 0;
+}
+#endif
+
+}  // namespace
+
+int supported_kernels(const Kernels* (&tables)[kMaxInstructionSets]) {
   int count = 0;
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -15,8 +31,12 @@ int supported_kernels(const Kernels* (&tables)[3]) {
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+    if (__builtin_cpu_supports("avx512vnni")) tables[count++] = &kAvx512VnniKernels;
     tables[count++] = &kAvx512Kernels;
   }
+#if defined(STREAMLLM_HAVE_AVX_VNNI)
+  if (avx2 && has_avx_vnni()) tables[count++] = &kAvxVnniKernels;
+#endif
   if (avx2) tables[count++] = &kAvx2Kernels;
 #endif
   tables[count++] = &kPortableKernels;
@@ -27,7 +47,7 @@ namespace {
 
 std::atomic<const Kernels*>& current() {
   static std::atomic<const Kernels*> table = [] {
-    const Kernels* tables[3];
+    const Kernels* tables[kMaxInstructionSets];
     supported_kernels(tables);
     return tables[0];
   }();
@@ -39,7 +59,7 @@ std::atomic<const Kernels*>& current() {
 const Kernels& kernels() { return *current().load(std::memory_order_relaxed); }
 
 void select_kernels(const char* name) {
-  const Kernels* tables[3];
+  const Kernels* tables[kMaxInstructionSets];
   const int count = supported_kernels(tables);
   std::string names;
   for (int i = 0; i < count; ++i) {

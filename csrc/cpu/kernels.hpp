@@ -7,26 +7,17 @@
 #include <cstdint>
 
 #include "half.hpp"
+#include "weight_format.hpp"
 
 namespace streamllm::cpu {
 
-inline constexpr int kPanelColumns = 32;  // output columns of one panel of a PackedMatrix
-inline constexpr int kKeyTile = 16;       // keys that lie side by side in the key cache: one vector
-inline constexpr int kPartition = 256;    // positions whose attention is computed before it is merged
+inline constexpr int kKeyTile = 16;     // keys that lie side by side in the key cache: one vector
+inline constexpr int kPartition = 256;  // positions whose attention is computed before it is merged
 inline constexpr int kPartitionTiles = kPartition / kKeyTile;
 inline constexpr int kMaxHeadDim = 256;
 inline constexpr int kSampleBlock = 64;  // logits that share an entry in the tables of block maxima and sums
 
 enum class KvType { float32, float16 };
-
-// out[t, :] = weight[token_ids[t], :]; an id outside the matrix gives zeros.
-struct EmbeddingArgs {
-  const int32_t* token_ids;
-  const float* panels;
-  int64_t n, k;
-  float* out;
-  int64_t out_stride;
-};
 
 // residual == nullptr: out = x / rms(x) * weight. Otherwise residual += x first, and out comes from residual.
 struct RmsNormArgs {
@@ -41,11 +32,32 @@ struct RmsNormArgs {
   int64_t out_stride;
 };
 
-// out[M, n] = x[M, k] @ W[n, k]^T + bias, W in panels of [k][kPanelColumns].
-struct LinearArgs {
+// A group of a row's activations for products with quantised weights: values * scale, scale = max|x| / 127.
+struct QuantizedGroup {
+  float scale;       // NaN if the group holds NaN or infinity: it then reaches all outputs of the row
+  float scaled_sum;  // scale * sum(values): the factor of the weights' minima
+  // What takes the offset out of a sum over unsigned weights.
+  int32_t minus_8_sums, minus_128_sums;
+  int8_t values[kGroup];  // -127 .. 127
+};
+
+// Groups of all rows side by side: group g of row r is out[g * out_stride + r].
+struct QuantizeArgs {
   const float* x;
   int64_t x_stride;
-  const float* panels;
+  int64_t k;  // a multiple of kGroup
+  QuantizedGroup* out;
+  int64_t out_stride;
+};
+
+// out[M, n] = x[M, k] @ W[n, k]^T + bias, W being panels of one format.
+struct LinearArgs {
+  const float* x;  // read by products with plain weights
+  int64_t x_stride;
+  const QuantizedGroup* quantized;  // x as quantize_rows wrote it, read by products with quantised weights
+  int64_t quantized_stride;
+  const uint8_t* panels;
+  int64_t panel_bytes;
   int64_t n, k;
   const float* bias;  // float32[n] or nullptr
   float* out;
@@ -106,12 +118,19 @@ struct RowMaximum {
   bool valid;     // no NaN among the values, and the maximum is finite
 };
 
-struct Kernels {
-  const char* name;
-  void (*embedding)(const EmbeddingArgs&, int64_t first_row, int64_t last_row);
-  void (*rms_norm)(const RmsNormArgs&, int64_t first_row, int64_t last_row);
+// What is there for each format of weights.
+struct WeightKernels {
   void (*linear)(const LinearArgs&, int64_t first_row, int64_t last_row, int64_t first_panel,
                  int64_t last_panel);
+  // One column of a panel, dequantised: float32[k].
+  void (*unpack_column)(const uint8_t* panel, int column, int64_t k, float* out);
+};
+
+struct Kernels {
+  const char* name;
+  void (*rms_norm)(const RmsNormArgs&, int64_t first_row, int64_t last_row);
+  void (*quantize_rows)(const QuantizeArgs&, int64_t first_row, int64_t last_row);
+  WeightKernels weights[kNumWeightFormats];  // by WeightFormat
   void (*rotary_and_cache)(const RotaryArgs&, int64_t first_row, int64_t last_row);
   void (*silu_and_mul)(const SiluArgs&, int64_t first_row, int64_t last_row);
   // scratch: attention_scratch_floats() floats, aligned to 64 bytes.
@@ -148,12 +167,17 @@ extern const Kernels kPortableKernels;
 #if defined(__x86_64__)
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
+extern const Kernels kAvx512VnniKernels;
+#if defined(STREAMLLM_HAVE_AVX_VNNI)
+extern const Kernels kAvxVnniKernels;
 #endif
+#endif
+inline constexpr int kMaxInstructionSets = 5;
 
 // The table in use: the best that this CPU supports, until select_kernels says otherwise.
 const Kernels& kernels();
 // Tables that this CPU supports, best first; returns how many.
-int supported_kernels(const Kernels* (&tables)[3]);
+int supported_kernels(const Kernels* (&tables)[kMaxInstructionSets]);
 // Throws std::invalid_argument for a name that is not supported here.
 void select_kernels(const char* name);
 

@@ -9,6 +9,7 @@
 #include "attention.inl"
 #include "elementwise.inl"
 #include "matmul.inl"
+#include "quantized.inl"
 #include "sampling.inl"
 
 namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE {
@@ -16,9 +17,14 @@ namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE {
 constexpr Kernels make_kernels(const char* name) {
   return Kernels{
       .name = name,
-      .embedding = embedding,
       .rms_norm = rms_norm,
-      .linear = linear,
+      .quantize_rows = quantize_rows,
+      .weights = {{linear<float>, unpack_column<float>},
+                  {linear<Half>, unpack_column<Half>},
+                  {linear<BFloat16>, unpack_column<BFloat16>},
+                  {linear_quantized<Q4_0>, unpack_quantized_column<Q4_0>},
+                  {linear_quantized<Q4_1>, unpack_quantized_column<Q4_1>},
+                  {linear_quantized<Q8_0>, unpack_quantized_column<Q8_0>}},
       .rotary_and_cache = rotary_and_cache,
       .silu_and_mul = silu_and_mul,
       .paged_attention = paged_attention,

@@ -1,4 +1,5 @@
-// Float32 matrix product on packed panels. Each output element is one chain of multiply-adds over
+// Matrix product with weights of float32, float16 or bfloat16 in packed panels, the latter two converted in
+// registers. Each output element is one chain of multiply-adds over
 // k = 0 .. K-1 starting from 0, whatever the tile: the chain may pause in `out`, but is never split.
 #pragma once
 
@@ -18,11 +19,12 @@ inline constexpr int64_t kPrefetchSteps = ROWS <= 2   ? 64
                                                       : 16;
 
 // Consecutive 16-column slices of `out` over one stretch of the k axis.
+template <typename W>
 struct LinearTile {
   const float* x;  // first row, first k of the stretch
   int64_t x_stride;
-  const float* panel;    // the panel of the first slice, first k of the stretch
-  int64_t panel_stride;  // floats from one panel to the next
+  const W* panel;        // the panel of the first slice, first k of the stretch
+  int64_t panel_stride;  // elements from one panel to the next
   int first_half;        // 1: the first slice is the panel's second half
   int64_t depth;
   float* out;  // first row, first column of the first slice
@@ -32,9 +34,9 @@ struct LinearTile {
   const float* bias;  // of the first column; nullptr: none, or not yet
 };
 
-template <int ROWS, int SLICES>
-[[gnu::flatten]] void linear_tile(const LinearTile& tile) {
-  const float* w[SLICES];
+template <typename W, int ROWS, int SLICES>
+[[gnu::flatten]] void linear_tile(const LinearTile<W>& tile) {
+  const W* w[SLICES];
   Vec16 sum[ROWS][SLICES];
   unroll<SLICES>([&](int s) {
     const int slice = tile.first_half + s;
@@ -56,7 +58,8 @@ template <int ROWS, int SLICES>
       weight[s] = load(w[s] + i * kPanelColumns);
       prefetch(w[s] + (i + kPrefetchSteps<ROWS>)*kPanelColumns);
       // The other half of the panel is read right after this one.
-      if constexpr (SLICES == 1) prefetch(w[s] + (i + kPrefetchSteps<ROWS>)*kPanelColumns + 16);
+      if constexpr (SLICES == 1 && sizeof(W) == 4)
+        prefetch(w[s] + (i + kPrefetchSteps<ROWS>)*kPanelColumns + 16);
     });
     unroll<ROWS>([&](int r) {
       const Vec16 value = splat(x[r * x_stride + i]);
@@ -81,61 +84,40 @@ template <int ROWS, int SLICES>
   });
 }
 
-using LinearTileFunction = void (*)(const LinearTile&);
+template <typename W>
+using LinearTileFunction = void (*)(const LinearTile<W>&);
 
 // Half panels are for tiles too high for a whole one, and for their neighbours with a row less.
-template <int ROWS, int SLICES>
-constexpr LinearTileFunction linear_tile_if_it_fits() {
+template <typename W, int ROWS, int SLICES>
+constexpr LinearTileFunction<W> linear_tile_if_it_fits() {
   if constexpr (ROWS * SLICES <= kAccumulators && (SLICES > 1 || (ROWS + 1) * 2 > kAccumulators)) {
-    return &linear_tile<ROWS, SLICES>;
+    return &linear_tile<W, ROWS, SLICES>;
   } else {
     return nullptr;
   }
 }
 
-template <int ROWS>
-struct LinearTilesOfHeight {
-  static constexpr LinearTileFunction by_slices[3] = {linear_tile_if_it_fits<ROWS, 1>(),
-                                                      linear_tile_if_it_fits<ROWS, 2>(),
-                                                      linear_tile_if_it_fits<ROWS, 4>()};
+inline constexpr int kTileRows = kAccumulators > 12 ? 12 : kAccumulators;
+
+// By rows - 1 and log2 of the slices; nullptr where the sums do not fit in the registers.
+template <typename W>
+struct LinearTiles {
+  LinearTileFunction<W> function[kTileRows][3];
 };
 
-// The tile of `rows` by 2^log2_slices slices; nullptr where its sums do not fit in the registers.
-inline LinearTileFunction linear_tile_for(int64_t rows, int log2_slices) {
-  switch (rows) {
-    case 1:
-      return LinearTilesOfHeight<1>::by_slices[log2_slices];
-    case 2:
-      return LinearTilesOfHeight<2>::by_slices[log2_slices];
-    case 3:
-      return LinearTilesOfHeight<3>::by_slices[log2_slices];
-    case 4:
-      return LinearTilesOfHeight<4>::by_slices[log2_slices];
-    case 5:
-      return LinearTilesOfHeight<5>::by_slices[log2_slices];
-    case 6:
-      return LinearTilesOfHeight<6>::by_slices[log2_slices];
-    case 7:
-      return LinearTilesOfHeight<7>::by_slices[log2_slices];
-    case 8:
-      return LinearTilesOfHeight<8>::by_slices[log2_slices];
-    case 9:
-      return LinearTilesOfHeight<9>::by_slices[log2_slices];
-    case 10:
-      return LinearTilesOfHeight<10>::by_slices[log2_slices];
-    case 11:
-      return LinearTilesOfHeight<11>::by_slices[log2_slices];
-    case 12:
-      return LinearTilesOfHeight<12>::by_slices[log2_slices];
-    default:
-      return nullptr;
-  }
+template <typename W, int... INDEX>
+constexpr LinearTiles<W> make_linear_tiles(std::integer_sequence<int, INDEX...>) {
+  return {{{linear_tile_if_it_fits<W, INDEX + 1, 1>(), linear_tile_if_it_fits<W, INDEX + 1, 2>(),
+            linear_tile_if_it_fits<W, INDEX + 1, 4>()}...}};
 }
 
-inline constexpr int64_t kTileRows = kAccumulators > 12 ? 12 : kAccumulators;
+template <typename W>
+inline constexpr LinearTiles<W> kLinearTiles =
+    make_linear_tiles<W>(std::make_integer_sequence<int, kTileRows>());
 
-inline void linear(const LinearArgs& args, int64_t first_row, int64_t last_row, int64_t first_panel,
-                   int64_t last_panel) {
+template <typename W>
+void linear(const LinearArgs& args, int64_t first_row, int64_t last_row, int64_t first_panel,
+            int64_t last_panel) {
   const int64_t rows = last_row - first_row;
   if (rows <= 0) return;
   const int64_t num_tiles = (rows + kTileRows - 1) / kTileRows;
@@ -144,7 +126,7 @@ inline void linear(const LinearArgs& args, int64_t first_row, int64_t last_row, 
   const int64_t panel_stride = args.k * kPanelColumns;
 
   int log2_slices = 2;
-  while (linear_tile_for(highest, log2_slices) == nullptr) --log2_slices;
+  while (kLinearTiles<W>.function[highest - 1][log2_slices] == nullptr) --log2_slices;
   for (int64_t panel = first_panel; panel < last_panel;) {
     // The panels that one tile covers, or the one that two tiles cover half each.
     while ((1 << log2_slices) > 2 * (last_panel - panel)) --log2_slices;
@@ -155,10 +137,10 @@ inline void linear(const LinearArgs& args, int64_t first_row, int64_t last_row, 
       const int64_t end = args.k - begin > depth_step ? begin + depth_step : args.k;
       for (int64_t slice = 0; slice < num_slices; slice += step) {
         const int64_t column = panel * kPanelColumns + slice * 16;
-        LinearTile tile{
+        LinearTile<W> tile{
             .x = args.x + first_row * args.x_stride + begin,
             .x_stride = args.x_stride,
-            .panel = args.panels + panel * panel_stride + begin * kPanelColumns,
+            .panel = reinterpret_cast<const W*>(args.panels) + panel * panel_stride + begin * kPanelColumns,
             .panel_stride = panel_stride,
             .first_half = static_cast<int>(slice),
             .depth = end - begin,
@@ -170,7 +152,7 @@ inline void linear(const LinearArgs& args, int64_t first_row, int64_t last_row, 
         };
         for (int64_t t = 0; t < num_tiles; ++t) {
           const int64_t height = low + (t < num_higher ? 1 : 0);
-          linear_tile_for(height, log2_slices)(tile);
+          kLinearTiles<W>.function[height - 1][log2_slices](tile);
           tile.x += height * args.x_stride;
           tile.out += height * args.out_stride;
         }
@@ -178,6 +160,16 @@ inline void linear(const LinearArgs& args, int64_t first_row, int64_t last_row, 
     }
     panel += num_slices / 2;
   }
+}
+
+inline float to_float(float value) { return value; }
+inline float to_float(Half value) { return half_to_float(value); }
+inline float to_float(BFloat16 value) { return bfloat16_to_float(value); }
+
+template <typename W>
+void unpack_column(const uint8_t* panel, int column, int64_t k, float* out) {
+  const W* element = reinterpret_cast<const W*>(panel) + column;
+  for (int64_t i = 0; i < k; ++i) out[i] = to_float(element[i * kPanelColumns]);
 }
 
 }  // namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE

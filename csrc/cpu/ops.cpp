@@ -14,15 +14,12 @@ namespace streamllm::cpu {
 
 namespace {
 
-// Rows of light operations are grouped, so that a tile is worth a trip to the shared counter.
-constexpr int64_t kElementsPerTile = 8192;
-
 // An operation on independent rows: `Kernel` is the table's member that does a range of them.
 template <typename Args, auto Kernel>
 class RowOp : public Op {
  public:
   RowOp(const Args& args, int64_t elements_per_row)
-      : args_(args), rows_per_tile_(std::max<int64_t>(1, kElementsPerTile / elements_per_row)) {}
+      : args_(args), rows_per_tile_(light_rows_per_tile(elements_per_row)) {}
 
   int64_t prepare(const RunSizes& sizes, int) override {
     rows_ = sizes.tokens;
@@ -38,55 +35,6 @@ class RowOp : public Op {
   const Args args_;
   const int64_t rows_per_tile_;
   int64_t rows_ = 0;
-};
-
-class EmbeddingOp final : public RowOp<EmbeddingArgs, &Kernels::embedding> {
- public:
-  EmbeddingOp(const EmbeddingArgs& args, MatrixPtr weight)
-      : RowOp(args, args.k), weight_(std::move(weight)) {}
-
- private:
-  MatrixPtr weight_;
-};
-
-class LinearOp final : public Op {
- public:
-  LinearOp(const LinearArgs& args, MatrixPtr weight, bool on_outputs)
-      : args_(args), weight_(std::move(weight)), on_outputs_(on_outputs) {}
-
-  int64_t prepare(const RunSizes& sizes, int num_threads) override {
-    rows_ = on_outputs_ ? sizes.outputs : sizes.tokens;
-    if (rows_ == 0) return 0;
-    // Rows in blocks whose x stays in the second-level cache; panels in groups of some 256 KiB, but enough
-    // groups to keep all threads busy to the end. Row blocks of one group follow each other, so that its
-    // weights are still in a cache.
-    const int64_t num_blocks = (rows_ + kBlockRows - 1) / kBlockRows;
-    rows_per_block_ = (rows_ + num_blocks - 1) / num_blocks;
-    num_row_blocks_ = (rows_ + rows_per_block_ - 1) / rows_per_block_;
-    const int64_t num_panels = weight_->num_panels();
-    const int64_t by_bytes = (256 << 10) / (args_.k * kPanelColumns * static_cast<int64_t>(sizeof(float)));
-    const int64_t by_threads = num_panels * num_row_blocks_ / (num_threads * 6);
-    const int64_t least =
-        num_panels * num_row_blocks_ >= num_threads * 8 ? 2 : 1;  // few rows take two at once
-    panels_per_group_ = std::max(least, std::min(by_bytes, by_threads) & ~int64_t{1});
-    const int64_t num_groups = (num_panels + panels_per_group_ - 1) / panels_per_group_;
-    return num_groups * num_row_blocks_;
-  }
-
-  void run_tile(int64_t tile, int) noexcept override {
-    const int64_t first_panel = tile / num_row_blocks_ * panels_per_group_;
-    const int64_t first_row = tile % num_row_blocks_ * rows_per_block_;
-    kernels().linear(args_, first_row, std::min(first_row + rows_per_block_, rows_), first_panel,
-                     std::min(first_panel + panels_per_group_, weight_->num_panels()));
-  }
-
- private:
-  static constexpr int64_t kBlockRows = 48;
-
-  const LinearArgs args_;
-  const MatrixPtr weight_;
-  const bool on_outputs_;
-  int64_t rows_ = 0, rows_per_block_ = 1, num_row_blocks_ = 1, panels_per_group_ = 1;
 };
 
 class PagedAttentionOp final : public Op {
@@ -185,20 +133,6 @@ void check_cache(int num_heads, int num_kv_heads, int head_dim, int block_size, 
 }
 
 }  // namespace
-
-std::unique_ptr<Op> make_embedding(EmbeddingArgs args, MatrixPtr weight) {
-  args.panels = weight->panels(), args.n = weight->n(), args.k = weight->k();
-  check_address("token_ids", args.token_ids);
-  check_rows("out", args.out, args.out_stride, args.k);
-  return std::make_unique<EmbeddingOp>(args, std::move(weight));
-}
-
-std::unique_ptr<Op> make_linear(LinearArgs args, MatrixPtr weight, bool on_outputs) {
-  args.panels = weight->panels(), args.n = weight->n(), args.k = weight->k();
-  check_rows("x", args.x, args.x_stride, args.k);
-  check_rows("out", args.out, args.out_stride, args.n);
-  return std::make_unique<LinearOp>(args, std::move(weight), on_outputs);
-}
 
 std::unique_ptr<Op> make_rms_norm(const RmsNormArgs& args) {
   check_at_least("dim", args.dim, 1);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "kernels.hpp"
 #include "packed_matrix.hpp"
@@ -33,9 +34,15 @@ struct SampleArgs {
   int64_t max_logprobs;
 };
 
-// The panels, n and k of the args are filled in from `weight`.
-std::unique_ptr<Op> make_embedding(EmbeddingArgs args, MatrixPtr weight);
-std::unique_ptr<Op> make_linear(LinearArgs args, MatrixPtr weight, bool on_outputs);
+// out[t, :] = weight[token_ids[t], :]; an id outside the matrix gives zeros.
+std::unique_ptr<Op> make_embedding(const int32_t* token_ids, MatrixPtr weight, float* out,
+                                   int64_t out_stride);
+
+// out = x @ weight^T + bias (nullptr: none). If a segment of the weight is quantised, another operation comes
+// first, which leaves x quantised in `scratch`.
+std::vector<std::unique_ptr<Op>> make_linear(const float* x, int64_t x_stride, const MatrixPtr& weight,
+                                             const float* bias, float* out, int64_t out_stride,
+                                             bool on_outputs, const std::shared_ptr<Scratch>& scratch);
 std::unique_ptr<Op> make_rms_norm(const RmsNormArgs& args);
 std::unique_ptr<Op> make_rotary_and_cache(const RotaryArgs& args);
 std::unique_ptr<Op> make_paged_attention(const AttentionArgs& args, int num_threads);
@@ -43,6 +50,12 @@ std::unique_ptr<Op> make_silu_and_mul(const SiluArgs& args);
 std::unique_ptr<Op> make_gather_rows(const float* x, int64_t x_stride, const int32_t* indices, int64_t dim,
                                      float* out, int64_t out_stride);
 std::unique_ptr<Op> make_sample(const SampleArgs& args, int num_threads);
+
+// Rows of a light operation that make a tile worth a trip to the shared counter.
+constexpr int64_t light_rows_per_tile(int64_t elements_per_row) {
+  constexpr int64_t kElementsPerTile = 8192;
+  return elements_per_row < kElementsPerTile ? kElementsPerTile / elements_per_row : 1;
+}
 
 KvType kv_type_from_name(const char* name);
 

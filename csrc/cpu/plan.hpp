@@ -1,6 +1,7 @@
 // A forward pass recorded as a list of operations over preallocated buffers, and replayed by one call.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -22,6 +23,24 @@ class Op : public TileTask {
   virtual int64_t prepare(const RunSizes& sizes, int num_threads) = 0;
 };
 
+// Memory in which an operation leaves something for the next one; all operations of a plan share it.
+class Scratch {
+ public:
+  // At least `num_bytes`, aligned to 64; what was there before is lost if it has to grow.
+  void* reserve(size_t num_bytes) {
+    const size_t needed = (num_bytes + sizeof(Line) - 1) / sizeof(Line);
+    if (needed > lines_.size()) lines_.resize(needed);
+    return lines_.data();
+  }
+  void* data() { return lines_.data(); }
+
+ private:
+  struct alignas(64) Line {
+    unsigned char bytes[64];
+  };
+  std::vector<Line> lines_;
+};
+
 class Plan : private Job {
  public:
   explicit Plan(std::shared_ptr<ThreadPool> pool);
@@ -34,6 +53,7 @@ class Plan : private Job {
   void add(std::unique_ptr<Op> op);
   size_t num_ops() const { return steps_.size(); }
   int num_threads() const { return pool_->num_threads(); }
+  const std::shared_ptr<Scratch>& scratch() const { return scratch_; }
 
   // Replays all operations in order, on the pool's threads; the driver then writes 1 to `event_fd` (-1:
   // none). Throws std::runtime_error if the pool is busy, std::invalid_argument for negative sizes or index
@@ -50,6 +70,7 @@ class Plan : private Job {
   void run() noexcept override;
 
   std::shared_ptr<ThreadPool> pool_;
+  std::shared_ptr<Scratch> scratch_ = std::make_shared<Scratch>();
   std::vector<Step> steps_;
 };
 

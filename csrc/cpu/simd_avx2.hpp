@@ -3,9 +3,13 @@
 
 #include <immintrin.h>
 
+#if defined(STREAMLLM_SIMD_VNNI)
+#define STREAMLLM_SIMD_NAMESPACE avx_vnni
+#else
 #define STREAMLLM_SIMD_NAMESPACE avx2
+#endif
 
-namespace streamllm::cpu::avx2 {
+namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE {
 
 struct Vec16 {
   __m256 lo, hi;
@@ -25,6 +29,11 @@ inline Vec16 load(const Half* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
 }
+inline __m256 widen_bfloat16(const BFloat16* p) {
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline Vec16 load(const BFloat16* p) { return {widen_bfloat16(p), widen_bfloat16(p + 8)}; }
 
 // Lanes first <= i < last.
 inline Mask16 lanes_between(int first, int last) {
@@ -57,6 +66,14 @@ inline void store_partial(float* p, Vec16 a, int count) {
   const Mask16 mask = lanes_between(0, count);
   _mm256_maskstore_ps(p, _mm256_castps_si256(mask.lo), a.lo);
   _mm256_maskstore_ps(p + 8, _mm256_castps_si256(mask.hi), a.hi);
+}
+
+// Lanes that are integers between -128 and 127.
+inline void store_int8(int8_t* p, Vec16 a) {
+  const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi));
+  const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1)));
 }
 
 inline Vec16 operator+(Vec16 a, Vec16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
@@ -128,4 +145,4 @@ inline double sum_lanes(Double8 a) {
 
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
-}  // namespace streamllm::cpu::avx2
+}  // namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE

@@ -3,9 +3,13 @@
 
 #include <immintrin.h>
 
+#if defined(STREAMLLM_SIMD_VNNI)
+#define STREAMLLM_SIMD_NAMESPACE avx512_vnni
+#else
 #define STREAMLLM_SIMD_NAMESPACE avx512
+#endif
 
-namespace streamllm::cpu::avx512 {
+namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE {
 
 struct Vec16 {
   __m512 v;
@@ -25,6 +29,10 @@ inline Vec16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline Vec16 load(const Half* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
+inline Vec16 load(const BFloat16* p) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
 // Lanes from `count` on are 0.
 inline Vec16 load_partial(const float* p, int count) {
   return {_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1u), p)};
@@ -39,6 +47,11 @@ inline void store(Half* p, Vec16 a) {
 }
 inline void store_partial(float* p, Vec16 a, int count) {
   _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << count) - 1u), a.v);
+}
+
+// Lanes that are integers between -128 and 127.
+inline void store_int8(int8_t* p, Vec16 a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
 
 inline Vec16 operator+(Vec16 a, Vec16 b) { return {_mm512_add_ps(a.v, b.v)}; }
@@ -90,4 +103,4 @@ inline double sum_lanes(Double8 a) {
 
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
-}  // namespace streamllm::cpu::avx512
+}  // namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE

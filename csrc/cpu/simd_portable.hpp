@@ -4,7 +4,7 @@
 
 #define STREAMLLM_SIMD_NAMESPACE portable
 
-namespace streamllm::cpu::portable {
+namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE {
 
 using Float4 = float __attribute__((vector_size(16)));
 using Int4 = int32_t __attribute__((vector_size(16)));
@@ -38,10 +38,25 @@ inline Vec16 load(const float* p) {
   std::memcpy(&a, p, sizeof a);
   return a;
 }
+// The 16 bits of each lane, widened.
+inline Int4 widen4(const uint16_t* p) {
+  using Short4 = uint16_t __attribute__((vector_size(8)));
+  Short4 bits;
+  std::memcpy(&bits, p, sizeof bits);
+  return __builtin_convertvector(bits, Int4);
+}
+// half_to_float on four lanes.
+inline Float4 half4_to_float(Int4 bits) {
+  const Int4 magnitude = (bits & 0x7fff) << 13;
+  const Float4 finite = (Float4)magnitude * 0x1p112f;
+  const Int4 value = magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : (Int4)finite;
+  return (Float4)(value | ((bits & 0x8000) << 16));
+}
 inline Vec16 load(const Half* p) {
-  float lanes[16];
-  for (int i = 0; i < 16; ++i) lanes[i] = half_to_float(p[i]);
-  return load(lanes);
+  return map([=](int i) { return half4_to_float(widen4(&p[4 * i].bits)); });
+}
+inline Vec16 load(const BFloat16* p) {
+  return map([=](int i) { return (Float4)(widen4(&p[4 * i].bits) << 16); });
 }
 // Lanes from `count` on are 0.
 inline Vec16 load_partial(const float* p, int count) {
@@ -63,6 +78,13 @@ inline void store(Half* p, Vec16 a) {
 }
 inline void store_partial(float* p, Vec16 a, int count) {
   std::memcpy(p, &a, static_cast<size_t>(count) * sizeof(float));
+}
+
+// Lanes that are integers between -128 and 127.
+inline void store_int8(int8_t* p, Vec16 a) {
+  float lanes[16];
+  store(lanes, a);
+  for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(lanes[i]);
 }
 
 inline Vec16 operator+(Vec16 a, Vec16 b) {
@@ -150,4 +172,4 @@ inline double sum_lanes(Double8 a) {
 
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
-}  // namespace streamllm::cpu::portable
+}  // namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE

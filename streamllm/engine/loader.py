@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 
@@ -11,9 +10,10 @@ from streamllm.config import AUTO_LENGTH, EngineConfig
 from streamllm.engine.async_engine import AsyncEngine
 from streamllm.engine.memory import available_memory, gib, longest_sequence, num_kv_blocks
 from streamllm.errors import ModelLoadError
-from streamllm.models.checkpoint import Checkpoint, open_checkpoint
+from streamllm.models.checkpoint import open_checkpoint
 from streamllm.models.kv_layout import kv_layout
 from streamllm.models.model_config import ModelConfig
+from streamllm.models.weights import WeightMode
 from streamllm.runner.executor import Executor
 from streamllm.runner.model_runner import ModelRunner
 from streamllm.sources import resolve
@@ -28,6 +28,7 @@ def load_engine(config: EngineConfig) -> AsyncEngine:
     """See :meth:`AsyncEngine.from_config`."""
     available = available_memory()
     threads = _threads(config)
+    weight_mode: WeightMode = "float32" if config.exact else "packed"
     files = resolve(config.model, revision=config.revision)
     model_config = ModelConfig.from_files(files)
     checkpoint = open_checkpoint(files, model_config)
@@ -39,7 +40,7 @@ def load_engine(config: EngineConfig) -> AsyncEngine:
     num_blocks = num_kv_blocks(
         config,
         bytes_per_block=bytes_per_block,
-        weight_bytes=_float32_bytes(checkpoint),
+        weight_bytes=ModelRunner.expected_weight_bytes(checkpoint, weight_mode),
         available=available,
     )
     max_model_len = longest_sequence(
@@ -58,6 +59,7 @@ def load_engine(config: EngineConfig) -> AsyncEngine:
         kv_cache_dtype=config.resolved_kv_cache_dtype,
         max_model_len=max_model_len,
         threads=threads,
+        weight_mode=weight_mode,
         backend="torch" if config.backend == "torch" else "cpu",
         sampled_vocab_size=min(tokenizer.vocab_size, model_config.vocab_size),
         progress=sys.stderr.isatty(),
@@ -110,7 +112,3 @@ def _load_chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
     except ModelLoadError as error:
         logger.warning("no chat with this model, completions only: %s", error)
         return None
-
-
-def _float32_bytes(checkpoint: Checkpoint) -> int:
-    return sum(4 * math.prod(checkpoint.shape(name)) for name in checkpoint.names())

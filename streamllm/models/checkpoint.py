@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from streamllm.errors import ModelLoadError
 from streamllm.models.model_config import ModelConfig
+from streamllm.ops.stored_rows import StoredRows
 from streamllm.sources.model_files import ModelFiles
 
 
@@ -32,6 +33,20 @@ class Checkpoint(Protocol):
 
         Raises:
             ModelLoadError: the tensor is missing, or stored in a type that cannot be read.
+        """
+
+    def format(self, name: str) -> str:
+        """How a tensor is stored: ``"float32"``, ``"bfloat16"``, ``"q4_1"``, ...
+        (:class:`streamllm.ops.stored_rows.StoredRows` has the names)."""
+
+    def num_bytes(self, name: str) -> int:
+        """Bytes that a tensor takes in the file."""
+
+    def read_stored(self, name: str) -> StoredRows:
+        """A matrix as stored, its rows in the order of :meth:`read`; may be a read-only view of the file.
+
+        Raises:
+            ModelLoadError: the tensor is missing.
         """
 
 

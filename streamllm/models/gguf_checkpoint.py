@@ -1,21 +1,26 @@
 """Weights in a GGUF file, under Hugging Face's names and in Hugging Face's layout.
 
-Two things differ from a safetensors checkpoint. Matrices may be quantised; the ``gguf`` package dequantises
-them. And for the architecture ``llama`` the rows of the query and key projections are interleaved, because
-llama.cpp rotates neighbouring dimensions where Hugging Face rotates the two halves of a head.
+Two things differ from a safetensors checkpoint. Matrices may be quantised; they are given as stored, or as
+the ``gguf`` package dequantises them. And for the architecture ``llama`` the rows of the query and key
+projections are interleaved, because llama.cpp rotates neighbouring dimensions where Hugging Face rotates the
+two halves of a head.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from streamllm.errors import ModelLoadError
 from streamllm.models.model_config import ModelConfig
+from streamllm.ops.stored_rows import StoredRows
 from streamllm.sources.gguf_file import GGUFFile, GGUFTensor
+
+T = TypeVar("T", bound=np.generic)
 
 _MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -31,6 +36,7 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_FLOAT_NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "f64": "float64"}
 _TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
 
 
@@ -74,11 +80,26 @@ class GGUFCheckpoint:
         return self._tensor(name).shape
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
-        values = read_tensor(self._data, self._file, self._tensor(name))
-        num_heads = self._interleaved_heads.get(name.split(".")[-2])
-        if num_heads is not None:
-            values = _uninterleave(values, num_heads)
+        values = self._in_order(name, read_tensor(self._data, self._file, self._tensor(name)))
         return np.require(values, dtype=np.float32, requirements=["C", "A"])
+
+    def format(self, name: str) -> str:
+        from gguf.constants import GGMLQuantizationType
+
+        stored_as = GGMLQuantizationType(self._tensor(name).type_id).name.lower()
+        return _FLOAT_NAMES.get(stored_as, stored_as)
+
+    def num_bytes(self, name: str) -> int:
+        return _num_bytes(self._file, self._tensor(name))
+
+    def read_stored(self, name: str) -> StoredRows:
+        rows = stored_bytes(self._data, self._file, self._tensor(name))
+        return StoredRows(self.format(name), self._in_order(name, rows))
+
+    def _in_order(self, name: str, rows: npt.NDArray[T]) -> npt.NDArray[T]:
+        """Hugging Face's order of a tensor's rows."""
+        num_heads = self._interleaved_heads.get(name.split(".")[-2])
+        return rows if num_heads is None else _uninterleave(rows, num_heads)
 
     def _tensor(self, name: str) -> GGUFTensor:
         if name not in self._tensors:
@@ -97,16 +118,19 @@ def map_data(file: GGUFFile) -> npt.NDArray[np.uint8]:
     return np.memmap(file.path, dtype=np.uint8, mode="r")
 
 
+def stored_bytes(data: npt.NDArray[np.uint8], file: GGUFFile, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
+    """A tensor of a mapped file as stored, uint8 [*rows, bytes of a row]: a view."""
+    stored = data[tensor.offset : tensor.offset + _num_bytes(file, tensor)]
+    return stored.reshape(*tensor.shape[:-1], -1) if tensor.shape else stored
+
+
 def read_tensor(data: npt.NDArray[np.uint8], file: GGUFFile, tensor: GGUFTensor) -> npt.NDArray[np.float32]:
     """A tensor of a mapped file as float32, in the file's own row order."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    stored = data[tensor.offset : tensor.offset + _num_bytes(file, tensor)]
-    if tensor.shape:
-        stored = stored.reshape(*tensor.shape[:-1], -1)
     try:
-        values = dequantize(stored, GGMLQuantizationType(tensor.type_id))
+        values = dequantize(stored_bytes(data, file, tensor), GGMLQuantizationType(tensor.type_id))
     except NotImplementedError as error:
         raise _unsupported(file, tensor) from error
     return values.reshape(tensor.shape)
@@ -139,7 +163,7 @@ def _unsupported(file: GGUFFile, tensor: GGUFTensor) -> ModelLoadError:
     )
 
 
-def _uninterleave(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+def _uninterleave(values: npt.NDArray[T], num_heads: int) -> npt.NDArray[T]:
     """Undoes ``permute`` of llama.cpp's converter: within each head, even rows first, then odd ones."""
     head_dim = values.shape[0] // num_heads
     by_pair = values.reshape(num_heads, head_dim // 2, 2, *values.shape[1:])

@@ -18,12 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from streamllm.errors import ModelLoadError
+from streamllm.ops.stored_rows import StoredRows
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 _MAX_HEADER = 100_000_000
 # bfloat16 is read as its bits: the upper half of a float32.
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
+_FORMATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _COMPARED_AT_ONCE = 1 << 24
 
 
@@ -79,6 +81,18 @@ class SafetensorsCheckpoint:
             values <<= 16
             values = values.view(np.float32)
         return np.require(values, dtype=np.float32, requirements=["C", "A"]).reshape(tensor.shape)
+
+    def format(self, name: str) -> str:
+        stored_as = self._tensor(name).dtype
+        return _FORMATS.get(stored_as, stored_as.lower())
+
+    def num_bytes(self, name: str) -> int:
+        return self._tensor(name).num_bytes
+
+    def read_stored(self, name: str) -> StoredRows:
+        tensor = self._tensor(name)
+        data = np.frombuffer(tensor.file, np.uint8, count=tensor.num_bytes, offset=tensor.offset)
+        return StoredRows(self.format(name), data.reshape(tensor.shape[0], -1))
 
     def _tensor(self, name: str) -> _Tensor:
         if name not in self._tensors:

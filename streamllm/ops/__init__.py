@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from streamllm.ops.step_inputs import StepInputs
+from streamllm.ops.stored_rows import StoredRows
 
 Buffer = Any
 """Activations of one operation, ``[rows, width]`` float32: a torch tensor, or a symbol in a recorded plan."""
@@ -76,14 +77,23 @@ class Ops(Protocol):
 
     Attributes:
         weight_bytes: memory of the weights made so far.
+        packed_formats: formats of :class:`StoredRows` that a weight may have without being dequantised.
     """
 
     weight_bytes: int
+    packed_formats: frozenset[str]
 
     def matrix(
-        self, rows: int, columns: int, parts: Iterable[np.ndarray], bias: np.ndarray | None = None
+        self,
+        rows: int,
+        columns: int,
+        parts: Iterable[np.ndarray | StoredRows],
+        bias: np.ndarray | None = None,
     ) -> Matrix:
-        """A weight from float32 parts ``[*, columns]``, stacked to ``rows`` rows, taken one at a time."""
+        """A weight from parts, stacked to ``rows`` rows, taken one at a time.
+
+        A part is float32 ``[*, columns]``, or rows in one of ``packed_formats``, which stay as they are.
+        """
 
     def vector(self, values: np.ndarray) -> Vector:
         """A float32 weight of one dimension."""

@@ -16,6 +16,7 @@ import numpy as np
 from streamllm.errors import ModelLoadError
 from streamllm.ops import Attention, RMSNorm
 from streamllm.ops.step_inputs import MAX_LOGPROBS, SamplingBuffers, StepInputs
+from streamllm.ops.stored_rows import StoredRows
 
 try:
     import streamllm._native as _native
@@ -47,7 +48,7 @@ class PlanBuffer:
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """A native weight and its bias (float32 ``[n]``), if any."""
+    """A native weight, in whatever formats its rows were stored, and its bias (float32 ``[n]``), if any."""
 
     packed: Any
     bias: np.ndarray | None
@@ -68,6 +69,10 @@ def row_stride(width: int) -> int:
 
 def _address(array: np.ndarray | None) -> int:
     return 0 if array is None else array.ctypes.data
+
+
+def _float32_rows(rows: np.ndarray) -> StoredRows:
+    return StoredRows("float32", np.atleast_2d(np.ascontiguousarray(rows, np.float32)).view(np.uint8))
 
 
 def _aligned(num_bytes: int) -> np.ndarray:
@@ -99,6 +104,8 @@ class CpuOps:
         max_tokens, max_outputs: rows that buffers have room for.
     """
 
+    packed_formats = frozenset(_native.weight_formats())
+
     def __init__(self, *, threads: int, max_tokens: int, max_outputs: int):
         self.pool = _native.ThreadPool(threads)
         self.weight_bytes = 0
@@ -108,18 +115,21 @@ class CpuOps:
         self._references: list[Any] = []
 
     def matrix(
-        self, rows: int, columns: int, parts: Iterable[np.ndarray], bias: np.ndarray | None = None
+        self,
+        rows: int,
+        columns: int,
+        parts: Iterable[np.ndarray | StoredRows],
+        bias: np.ndarray | None = None,
     ) -> PackedLinear:
-        packed = _native.PackedMatrix(rows, columns)
-        first_row = 0
+        packed = _native.PackedMatrix(columns)
         for part in parts:
-            part = np.ascontiguousarray(part, np.float32)
-            if part.ndim != 2 or part.shape[1] != columns or first_row + part.shape[0] > rows:
+            stored = part if isinstance(part, StoredRows) else _float32_rows(part)
+            data = np.ascontiguousarray(stored.data)
+            if packed.n + data.shape[0] > rows or (stored is not part and data.shape[1] != columns * 4):
                 raise ValueError(f"a part of shape {part.shape} does not fit a weight [{rows}, {columns}]")
-            packed.pack_rows(first_row, part.ctypes.data, part.shape[0], columns)
-            first_row += part.shape[0]
-        if first_row != rows:
-            raise ValueError(f"the parts of a weight [{rows}, {columns}] have {first_row} rows")
+            packed.append_rows(stored.format, data.ctypes.data, *data.shape)
+        if packed.n != rows:
+            raise ValueError(f"the parts of a weight [{rows}, {columns}] have {packed.n} rows")
         self.weight_bytes += packed.num_bytes
         return PackedLinear(packed, None if bias is None else self.vector(bias))
 

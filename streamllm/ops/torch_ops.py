@@ -17,6 +17,7 @@ from torch import Tensor
 from streamllm.ops import Attention, RMSNorm
 from streamllm.ops.kv_cache import KEY_LANES
 from streamllm.ops.step_inputs import StepInputs
+from streamllm.ops.stored_rows import StoredRows
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,23 @@ def _tensor(array: np.ndarray, count: int) -> Tensor:
 class TorchOps:
     """Eager operations (the protocol :class:`streamllm.ops.Ops`); buffers are tensors ``[rows, width]``."""
 
+    packed_formats: frozenset[str] = frozenset()
+
     def __init__(self) -> None:
         self.weight_bytes = 0
 
     def matrix(
-        self, rows: int, columns: int, parts: Iterable[np.ndarray], bias: np.ndarray | None = None
+        self,
+        rows: int,
+        columns: int,
+        parts: Iterable[np.ndarray | StoredRows],
+        bias: np.ndarray | None = None,
     ) -> TorchLinear:
         weight = torch.empty(rows, columns)
         first_row = 0
         for part in parts:
+            if isinstance(part, StoredRows):
+                raise ValueError(f"rows in the format {part.format} must be dequantised for torch")
             weight[first_row : first_row + len(part)] = torch.tensor(part)
             first_row += len(part)
         if first_row != rows:

@@ -9,7 +9,7 @@ import numpy as np
 
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.registry import Family
-from streamllm.models.weights import WeightLoader
+from streamllm.models.weights import WeightLoader, WeightMode
 from streamllm.ops import Ops
 from streamllm.ops.cpu_plan import CompiledPlan, CpuOps
 from streamllm.ops.step_inputs import SamplingBuffers, StepInputs
@@ -151,9 +151,16 @@ class TorchBackend:
         pass
 
 
-def load_model(family: Family, backend: Backend, checkpoint: Any, config: ModelConfig, progress: bool) -> Any:
+def load_model(
+    family: Family,
+    backend: Backend,
+    checkpoint: Any,
+    config: ModelConfig,
+    progress: bool,
+    weight_mode: WeightMode,
+) -> Any:
     """Reads the weights into the backend's format."""
-    loader = WeightLoader(checkpoint, backend.ops, progress=progress)
+    loader = WeightLoader(checkpoint, backend.ops, progress=progress, weight_mode=weight_mode)
     try:
         return family.load_weights(loader, config)
     finally:

@@ -10,6 +10,8 @@ from streamllm.models.kv_layout import kv_layout
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.registry import family_of
 from streamllm.models.rope import RopeTable
+from streamllm.models.weights import WeightMode, weight_bytes
+from streamllm.ops.cpu_plan import CpuOps
 from streamllm.ops.kv_cache import KVCache, kv_bytes_per_block
 from streamllm.ops.step_inputs import SamplingBuffers, StepInputs
 from streamllm.runner.backends import Backend, PlanBackend, TorchBackend, load_model
@@ -35,6 +37,8 @@ class ModelRunner:
         backend: ``"cpu"`` (native plans) or ``"torch"`` (eager reference).
         progress: show a bar on a terminal while weights load.
         sampled_vocab_size: sample ids below this only (a padded vocabulary has more logits than tokens).
+        weight_mode: ``"packed"`` keeps matrices as the file holds them where there are kernels for it;
+            ``"float32"`` dequantises them.
 
     Attributes:
         num_blocks: blocks of the KV cache.
@@ -64,6 +68,7 @@ class ModelRunner:
         backend: str = "cpu",
         progress: bool = True,
         sampled_vocab_size: int | None = None,
+        weight_mode: WeightMode = "float32",
     ):
         family = family_of(model_config.architecture)
         layout = kv_layout(model_config.layer_windows)
@@ -96,7 +101,7 @@ class ModelRunner:
         self._state = BatchState(max_num_seqs, layout.num_groups)
         self._backend = _make_backend(backend, threads, max_num_batched_tokens, max_num_seqs)
         try:
-            model = load_model(family, self._backend, checkpoint, model_config, progress)
+            model = load_model(family, self._backend, checkpoint, model_config, progress, weight_mode)
         except MemoryError as error:
             raise ModelLoadError("Not enough memory for the model's weights; use a smaller model.") from error
         self.weight_bytes: int = self._backend.ops.weight_bytes
@@ -113,6 +118,11 @@ class ModelRunner:
             block_size,
             kv_cache_dtype,
         )
+
+    @staticmethod
+    def expected_weight_bytes(checkpoint: Checkpoint, weight_mode: WeightMode) -> int:
+        """Memory that the weights will take."""
+        return weight_bytes(checkpoint, CpuOps.packed_formats, weight_mode)
 
     @property
     def event_fd(self) -> int | None:

@@ -30,9 +30,14 @@ def padded_rows(rows: int, columns: int, pad: int = 3) -> np.ndarray:
 
 
 def pack(weight: np.ndarray) -> _native.PackedMatrix:
-    matrix = _native.PackedMatrix(*weight.shape)
-    weight = np.ascontiguousarray(weight, np.float32)
-    matrix.pack_rows(0, weight.ctypes.data, weight.shape[0], weight.shape[1])
+    return pack_parts(weight.shape[1], [("float32", np.ascontiguousarray(weight, np.float32))])
+
+
+def pack_parts(k: int, parts: list[tuple[str, np.ndarray]]) -> _native.PackedMatrix:
+    """Rows of k elements as arrays [rows, *], each in a format of its own."""
+    matrix = _native.PackedMatrix(k)
+    for name, rows in parts:
+        matrix.append_rows(name, rows.ctypes.data, rows.shape[0], rows.strides[0])
     return matrix
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from native_reference import address, linear, pack, padded_rows, run, stride
+from native_reference import address, linear, pack, pack_parts, padded_rows, run, stride
 
 from streamllm import _native
 
@@ -103,27 +103,47 @@ def test_rows_come_from_outputs_if_asked(instruction_set):
     assert out[:2].all() and not out[2:].any()
 
 
-def test_pack_in_parts_equals_pack_at_once():
+def test_pack_in_parts_equals_pack_at_once(instruction_set):
+    """Parts that end within a panel of 32, taken out of a wider array."""
     x, weight = random_product(4, 77, 35)
-    matrix = _native.PackedMatrix(77, 35)
+    bias = np.arange(77, dtype=np.float32)
     wide = np.zeros((77, 50), np.float32)
     wide[:, :35] = weight
-    for begin, end in [(40, 77), (0, 1), (1, 33), (33, 40)]:
-        matrix.pack_rows(begin, wide[begin:].ctypes.data, end - begin, 50)
-    np.testing.assert_array_equal(linear(x, matrix), linear(x, pack(weight)))
-    assert (matrix.n, matrix.k, matrix.num_bytes) == (77, 35, 96 * 35 * 4)
+    matrix = pack_parts(35, [("float32", wide[a:b]) for a, b in [(0, 1), (1, 33), (33, 40), (40, 77)]])
+    np.testing.assert_array_equal(linear(x, matrix, bias), linear(x, pack(weight), bias))
+    assert (matrix.n, matrix.k, matrix.num_bytes) == (77, 35, (1 + 1 + 1 + 2) * 32 * 35 * 4)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_16_bit_weights_are_their_float32_values(instruction_set, name):
+    for rows, n, k in [(1, 33, 7), (2, 64, 100), (7, 50, 129), (30, 100, 700)]:
+        x, weight = random_product(rows, n, k)
+        weight[0, :3] = (0.0, 6e-8, 60000.0)  # a subnormal float16 too
+        bits = weight.view(np.uint32)
+        stored = weight.astype(np.float16) if name == "float16" else (bits >> 16).astype(np.uint16)
+        exact = stored.astype(np.float32) if name == "float16" else (bits & 0xFFFF0000).view(np.float32)
+        matrix = pack_parts(k, [(name, stored)])
+        np.testing.assert_array_equal(linear(x, matrix), linear(x, pack(exact)))
+        assert matrix.num_bytes == -(-n // 32) * 32 * k * 2
 
 
 def test_bad_matrix_arguments_are_named():
-    with pytest.raises(ValueError, match="n and k"):
-        _native.PackedMatrix(0, 4)
-    matrix = _native.PackedMatrix(8, 4)
+    with pytest.raises(ValueError, match="k must be between"):
+        _native.PackedMatrix(0)
+    matrix = _native.PackedMatrix(4)
     source = np.zeros((8, 4), np.float32)
-    with pytest.raises(ValueError, match="rows 4 to 12 do not lie within a matrix of 8 rows"):
-        matrix.pack_rows(4, source.ctypes.data, 8, 4)
-    with pytest.raises(ValueError, match="row_stride must be at least k = 4, not 3"):
-        matrix.pack_rows(0, source.ctypes.data, 8, 3)
+    with pytest.raises(ValueError, match="'q3' is not known; choose one of float32, float16"):
+        matrix.append_rows("q3", source.ctypes.data, 8, 16)
+    with pytest.raises(ValueError, match="rows of 4 elements cannot be q4_0: its groups have 32"):
+        matrix.append_rows("q4_0", source.ctypes.data, 8, 16)
+    with pytest.raises(ValueError, match="row_stride must be at least 16, not 15"):
+        matrix.append_rows("float32", source.ctypes.data, 8, 15)
+    with pytest.raises(ValueError, match="rows must be at least 1"):
+        matrix.append_rows("float32", source.ctypes.data, 0, 16)
     plan = _native.Plan(_native.ThreadPool(1))
+    with pytest.raises(ValueError, match=r"weight\.n must be at least 1, not 0"):
+        plan.linear(address(source), 4, matrix, 0, address(source), 8, on_outputs=False)
+    matrix.append_rows("float32", source.ctypes.data, 8, 16)
     with pytest.raises(ValueError, match="x_stride must be at least 4, not 2"):
         plan.linear(address(source), 2, matrix, 0, address(source), 8, on_outputs=False)
     with pytest.raises(ValueError, match="out must be an address"):

@@ -91,14 +91,14 @@ def check(llm, model, prompts: list[list[int]], params: BeamSearchParams, eos: l
 def tiny(tmp_path_factory):
     """A random model that ends its sentences: its favourite tokens are its EOS."""
     folder = tmp_path_factory.mktemp("beams")
-    plain = LLM(str(make_tiny_model(folder / "plain", "llama")))
+    plain = LLM(str(make_tiny_model(folder / "plain", "llama")), dtype="float32")
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     (output,) = plain.generate([[7, 8, 9]], params, use_tqdm=False)
     plain.shutdown()
     common = [token_id for token_id, _ in Counter(output.outputs[0].token_ids).most_common(2)]
     eos = sorted({2, *common})
     path = make_tiny_model(folder / "ending", "llama", eos_token_id=eos)
-    llm = LLM(str(path), debug_kv_blocks=True)
+    llm = LLM(str(path), dtype="float32", debug_kv_blocks=True)
     yield llm, load_transformers(path), eos
     llm.shutdown()
 
@@ -139,7 +139,13 @@ def test_groups_preempted_whole_find_the_same(tiny):
     params = BeamSearchParams(beam_width=4, max_tokens=60, ignore_eos=True)
     prompts = [[number] * (20 + number) for number in range(3, 9)]
     expected = llm.beam_search(prompts, params, use_tqdm=False)
-    small = LLM(llm._engine.config.model, num_kv_blocks=28, max_model_len=112, debug_kv_blocks=True)
+    small = LLM(
+        llm._engine.config.model,
+        dtype="float32",
+        num_kv_blocks=28,
+        max_model_len=112,
+        debug_kv_blocks=True,
+    )
     assert small.beam_search(prompts, params, use_tqdm=False) == expected
     stats = small.stats()
     assert stats.num_preemptions > 0 and stats.num_used_blocks == 0
@@ -202,7 +208,7 @@ def test_text_is_that_of_all_tokens(llm):
 
 def test_over_http_the_same(llm):
     body = {"prompt": TEXTS[:2], "use_beam_search": True, "n": 4, "max_tokens": 16, "length_penalty": 0.5}
-    with LiveServer() as server:
+    with LiveServer("--dtype", "float32") as server:
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
         server.wait_until_quiet()
     params = BeamSearchParams(beam_width=4, max_tokens=16, length_penalty=0.5)

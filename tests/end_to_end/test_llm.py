@@ -28,11 +28,11 @@ def test_the_vllm_quick_start(llm):
 
 
 def test_chat_answers_one_conversation_or_several(llm):
-    conversation = [{"role": "user", "content": "What is the capital of France?"}]
+    conversation = [{"role": "user", "content": "Why is the sky blue?"}]
     params = SamplingParams(temperature=0, max_tokens=30)
     (one,) = llm.chat(conversation, params)
     several = llm.chat([conversation, conversation], params)
-    assert "Paris" in one.outputs[0].text
+    assert "light" in one.outputs[0].text
     assert [o.outputs[0].text for o in several] == [one.outputs[0].text] * 2
 
 

@@ -14,7 +14,7 @@ import pytest
 from helpers.live_server import LiveServer
 
 MODEL = "SmolLM2-135M-Instruct"
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "Why is the sky blue?"}]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_a_chat_streams_sensible_english(client):
         model=MODEL, messages=QUESTION, stream=True, temperature=0, max_tokens=40
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-    assert "Paris" in text
+    assert "light" in text
 
 
 def test_a_stream_equals_the_answer_that_is_not_streamed(client):

@@ -132,12 +132,20 @@ def test_a_phase_at_a_time():
         ({"num_heads": 3, "num_kv_heads": 2}, "num_heads 3 is not a multiple of num_kv_heads 2"),
         ({"architecture": "MambaForCausalLM"}, "Architecture MambaForCausalLM is not supported"),
         ({"rope": replace(CONFIG.rope, rotary_dim=24)}, "rotary_dim 24 is not supported"),
-        ({"vocab_size": 2**31 - 1, "hidden_size": 2**20}, "Not enough memory for the model's weights"),
     ],
 )
 def test_models_that_cannot_run_are_refused_by_name(changes, message):
     with pytest.raises(ModelLoadError, match=message):
         make_runner(RandomCheckpoint(CONFIG), replace(CONFIG, **changes))
+
+
+def test_weights_larger_than_memory_are_refused():
+    config = replace(CONFIG, vocab_size=2**31 - 1, hidden_size=2**20)
+    checkpoint = RandomCheckpoint(CONFIG)
+    shape = (config.vocab_size, config.hidden_size)
+    checkpoint.tensors["model.embed_tokens.weight"] = np.broadcast_to(np.float32(0), shape)
+    with pytest.raises(ModelLoadError, match="Not enough memory for the model's weights"):
+        make_runner(checkpoint, config)
 
 
 def test_settings_that_cannot_be_are_refused():

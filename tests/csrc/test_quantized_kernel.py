@@ -1,0 +1,241 @@
+"""Products with quantised weights, for every format and instruction set.
+
+The reference rounds the activations as the kernel is documented to, and multiplies in float64 by what the
+``gguf`` package says that the weights are.
+"""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+from native_reference import address, linear, pack_parts, padded_rows, run, stride
+
+from streamllm import _native
+
+INSTRUCTION_SETS = _native.instruction_sets()
+TYPES = {
+    "q4_0": gguf.GGMLQuantizationType.Q4_0,
+    "q4_1": gguf.GGMLQuantizationType.Q4_1,
+    "q8_0": gguf.GGMLQuantizationType.Q8_0,
+}
+GROUP = 32
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def instruction_set(request):
+    before = _native.instruction_set()
+    _native.set_instruction_set(request.param)
+    yield request.param
+    _native.set_instruction_set(before)
+
+
+def quantise(name: str, weight: np.ndarray) -> np.ndarray:
+    """uint8 [rows, bytes of a row]"""
+    return gguf.quants.quantize(weight.astype(np.float32), TYPES[name])
+
+
+def dequantise(name: str, stored: np.ndarray) -> np.ndarray:
+    return gguf.quants.dequantize(stored, TYPES[name])
+
+
+def round_activations(x: np.ndarray) -> np.ndarray:
+    """float64: each group of 32 as integers times max|x| / 127."""
+    groups = x.reshape(len(x), x.shape[1] // GROUP, GROUP)
+    largest = np.abs(groups).max(axis=-1, keepdims=True)
+    nonzero = largest >= np.float32(1e-30)
+    factor = np.where(nonzero, np.float32(127) / np.where(nonzero, largest, 1), 0).astype(np.float32)
+    values = np.rint(groups * factor)
+    scale = np.where(nonzero, largest / np.float32(127), 0).astype(np.float32)
+    return (values.astype(np.float64) * scale).reshape(x.shape)
+
+
+def stored_group(name: str, scale: float, minimum: float, values: np.ndarray) -> np.ndarray:
+    """A group's bytes: 32 stored values, 0 .. 15 or -128 .. 127."""
+    factors = [scale, minimum] if name == "q4_1" else [scale]
+    head = np.array(factors, np.float16).view(np.uint8)
+    if name == "q8_0":
+        return np.concatenate([head, values.astype(np.int8).view(np.uint8)])
+    return np.concatenate([head, (values[:16] | values[16:] << 4).astype(np.uint8)])
+
+
+def random_rows(rows: int, k: int, seed: int = 0) -> np.ndarray:
+    x = padded_rows(rows, k)
+    x[:] = np.random.default_rng(seed).standard_normal((rows, k))
+    return x
+
+
+def random_stored(name: str, n: int, k: int, seed: int = 1) -> np.ndarray:
+    return quantise(name, np.random.default_rng(seed).standard_normal((n, k)) / 8)
+
+
+def embedding(matrix: _native.PackedMatrix, ids: list[int]) -> np.ndarray:
+    token_ids = np.array(ids, np.int32)
+    out = padded_rows(len(ids), matrix.k)
+    run(lambda p: p.embedding(address(token_ids), matrix, address(out), stride(out)), tokens=len(ids))
+    return out
+
+
+def assert_close(actual: np.ndarray, x: np.ndarray, weight: np.ndarray) -> None:
+    """Equal to the product with rounded activations but for the rounding of float32 sums."""
+    rounded = round_activations(x)
+    expected = rounded @ weight.T.astype(np.float64)
+    magnitude = np.abs(rounded) @ np.abs(weight.T.astype(np.float64))
+    assert (np.abs(actual - expected) <= 2e-6 * magnitude + 1e-30).all()
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(("n", "k"), [(1, 32), (50, 32), (33, 64), (100, 576), (31, 1536)])
+def test_product_matches_float64(instruction_set, name, n, k):
+    stored = random_stored(name, n, k)
+    weight, matrix = dequantise(name, stored), pack_parts(k, [(name, stored)])
+    bias = np.random.default_rng(2).standard_normal(n).astype(np.float32)
+    for rows in [*range(14), 33]:
+        x = random_rows(rows, k)
+        actual = linear(x, matrix)
+        assert_close(actual, x, weight)
+        np.testing.assert_array_equal(linear(x, matrix, bias), actual + bias)
+        # Each activation is off by at most half a step of its group, max|x| / 254.
+        step = np.abs(x).reshape(rows, k // GROUP, GROUP).max(axis=-1).repeat(GROUP, axis=-1) / 254
+        bound = step.astype(np.float64) @ np.abs(weight.T) * 1.001 + 1e-5
+        assert (np.abs(actual - x.astype(np.float64) @ weight.T) <= bound).all()
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_dequantised_rows_are_those_of_gguf(instruction_set, name):
+    stored = random_stored(name, 77, 96)
+    matrix = pack_parts(96, [(name, stored)])
+    rows = embedding(matrix, [76, 0, 31, 32, 5, 15, 16, 64, -1, 77])
+    expected = dequantise(name, stored)[[76, 0, 31, 32, 5, 15, 16, 64]]
+    np.testing.assert_array_equal(rows[:8].view(np.uint32), expected.view(np.uint32))
+    assert not rows[8:].any()
+    assert matrix.num_bytes == 96 * stored.shape[1]  # 77 rows in panels of 32, not inflated
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("name", "stored_value"),
+    [("q4_0", 0), ("q4_0", 15), ("q4_1", 0), ("q4_1", 15), ("q8_0", -128), ("q8_0", 127)],
+)
+def test_extreme_integers_do_not_overflow(instruction_set, name, sign, stored_value):
+    """Every weight and every activation at its limit: sums of pairs and of groups are then the largest."""
+    group = stored_group(name, 1.0, 0.25, np.full(GROUP, stored_value))
+    stored = np.tile(group, (40, 3))
+    matrix, weight = pack_parts(96, [(name, stored)]), dequantise(name, np.tile(group, (40, 3)))
+    for rows in (1, 5, 12):
+        x = padded_rows(rows, 96)
+        x[:] = sign * 127.0
+        actual = linear(x, matrix)
+        assert_close(actual, x, weight)
+        np.testing.assert_array_equal(actual, (x.astype(np.float64) @ weight.T).astype(np.float32))
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_extreme_scales(instruction_set, name):
+    """The largest and smallest float16 scales, zero groups, activations from 1e-42 to 3e37."""
+    rng = np.random.default_rng(3)
+    low, high = (-128, 128) if name == "q8_0" else (0, 16)
+    scales = [65504.0, 6e-8, 0.0, -1.5, 6.1e-5]
+    stored = np.stack(
+        [
+            np.concatenate(
+                [stored_group(name, scale, -scale / 2, rng.integers(low, high, GROUP)) for _ in range(4)]
+            )
+            for scale in scales * 7
+        ]
+    )
+    weight, matrix = dequantise(name, stored), pack_parts(128, [(name, stored)])
+    x = random_rows(9, 128, seed=4)
+    x *= np.array([1e-42, 1e-31, 1e-29, 1e-3, 0.0, 1.0, 1e5, 1e20, 3e27], np.float32)[:, None]
+    x[5, 32:64] = 0.0
+    x[6, :] = np.float32(7.0)
+    actual = linear(x, matrix)
+    assert np.isfinite(actual).all()
+    assert_close(actual, x, weight)
+    assert (actual[:2] == 0).all() and (actual[4] == 0).all()
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_in_its_row(instruction_set, name, bad):
+    stored = random_stored(name, 70, 96)
+    stored[5] = np.tile(stored_group(name, 0.0, 0.0, np.zeros(GROUP, int)), 3)  # a weight of zeros too
+    matrix, x = pack_parts(96, [(name, stored)]), random_rows(13, 96)
+    clean = linear(x, matrix)
+    for row in (0, 6, 12):
+        spoiled = padded_rows(13, 96)
+        spoiled[:] = x
+        spoiled[row, 40] = bad
+        actual = linear(spoiled, matrix)
+        assert np.isnan(actual[row]).all()
+        others = np.arange(13) != row
+        np.testing.assert_array_equal(actual[others], clean[others])
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_row_is_the_same_in_every_batch(instruction_set, name, threads):
+    rng = np.random.default_rng(5)
+    x, stored = random_rows(110, 160), random_stored(name, 300, 160)
+    matrix = pack_parts(160, [(name, stored)])
+    alone = np.concatenate([linear(x[i : i + 1], matrix, threads=1) for i in range(110)])
+    for _ in range(8):
+        rows = rng.permutation(110)[: rng.integers(1, 111)]
+        batch = padded_rows(len(rows), 160, pad=1)
+        batch[:] = x[rows]
+        np.testing.assert_array_equal(linear(batch, matrix, threads=threads), alone[rows])
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_all_instruction_sets_give_the_same_bits(name):
+    x, stored = random_rows(29, 1536), random_stored(name, 210, 1536)
+    x *= np.exp(np.random.default_rng(6).uniform(-20, 20, (29, 1))).astype(np.float32)
+    matrix, before = pack_parts(1536, [(name, stored)]), _native.instruction_set()
+    results = []
+    for instruction_set in INSTRUCTION_SETS:
+        _native.set_instruction_set(instruction_set)
+        results.append(linear(x, matrix))
+    _native.set_instruction_set(before)
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+def test_rows_of_several_formats_are_one_matrix(instruction_set):
+    """As in GGUF files whose q, k and v have types of their own; parts end within a panel."""
+    k, x = 96, random_rows(21, 96)
+    bias = np.random.default_rng(7).standard_normal(150).astype(np.float32)
+    plain = np.random.default_rng(8).standard_normal((37, k)).astype(np.float32)
+    parts = [("q4_1", random_stored("q4_1", 50, k)), ("q8_0", random_stored("q8_0", 33, k))]
+    parts += [("float32", plain), ("q4_0", random_stored("q4_0", 30, k))]
+    matrix, begin = pack_parts(k, parts), 0
+    whole = linear(x, matrix, bias)
+    for name, stored in parts:
+        end = begin + len(stored)
+        alone = linear(x, pack_parts(k, [(name, stored)]), bias[begin:end].copy())
+        np.testing.assert_array_equal(whole[:, begin:end], alone)
+        begin = end
+    assert matrix.formats == ["q4_1", "q8_0", "float32", "q4_0"] and matrix.n == 150
+    rows = embedding(matrix, [49, 50, 82, 83, 119, 120, 149])
+    np.testing.assert_array_equal(rows[3:5], plain[[0, 36]])
+    np.testing.assert_array_equal(rows[6], dequantise("q4_0", parts[3][1])[-1])
+
+
+def test_successive_products_share_the_plans_scratch():
+    """Inputs of several widths, on tokens and on outputs, quantised one after the other."""
+    wide, narrow = random_rows(40, 1536), random_rows(40, 64)
+    down = pack_parts(1536, [("q4_1", random_stored("q4_1", 64, 1536))])
+    head = pack_parts(64, [("q8_0", random_stored("q8_0", 100, 64))])
+    hidden, logits = padded_rows(40, 64), padded_rows(40, 100)
+
+    def record(plan: _native.Plan) -> None:
+        for x, matrix, out, on_outputs in [
+            (wide, down, hidden, False),
+            (narrow, head, logits, False),
+            (hidden, head, logits, True),
+        ]:
+            plan.linear(address(x), stride(x), matrix, 0, address(out), stride(out), on_outputs)
+
+    run(record, tokens=40, outputs=3)
+    np.testing.assert_array_equal(hidden, linear(wide, down))
+    np.testing.assert_array_equal(logits[:3], linear(hidden[:3], head))
+    np.testing.assert_array_equal(logits[3:], linear(narrow[3:], head))
