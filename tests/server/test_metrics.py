@@ -29,7 +29,7 @@ def scrape(server):
 
 
 def test_counters_agree_with_usage():
-    with run_server() as server:
+    with run_server(step_seconds=0.001) as server:
         assert scrape(server)["prompt_tokens_total"] == 0
         prompt = completion = 0
         for fields in ({}, {"n": 3}, {"prompt": ["a", "bc"]}, {"max_tokens": 40}):
