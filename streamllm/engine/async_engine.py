@@ -24,10 +24,11 @@ from streamllm.engine.beam_search import BeamSearch
 from streamllm.engine.block_pool import BlockPool
 from streamllm.engine.block_table import BlockTables, most_blocks
 from streamllm.engine.events import EventLog
-from streamllm.engine.output_processor import OutputProcessor, SequenceText
+from streamllm.engine.output_processor import OutputProcessor
 from streamllm.engine.prefix_hash import block_hashes, chain_seed
 from streamllm.engine.request import Request, Sequence, SequenceUpdate
 from streamllm.engine.scheduler import Scheduler
+from streamllm.engine.sequence_text import SequenceText
 from streamllm.engine.stats import EngineStats, RequestRecord, memory_figures
 from streamllm.engine.step import Limits
 from streamllm.engine.stream import RequestStream, Selection

@@ -13,7 +13,7 @@ from streamllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from streamllm.engine.beam_search import BeamSearch
     from streamllm.engine.block_table import BlockTables
-    from streamllm.engine.output_processor import SequenceText
+    from streamllm.engine.sequence_text import SequenceText
     from streamllm.engine.stream import RequestStream
 
 
