@@ -21,6 +21,7 @@ from typing import Any
 
 from streamllm import AsyncEngine, SamplingParams
 from streamllm.config import EngineConfig
+from streamllm.engine.stream import RequestStream
 from streamllm.sampling_params import RequestOutputKind
 
 
@@ -35,15 +36,14 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def params(max_tokens: int) -> SamplingParams:
+def params(max_tokens: int | None) -> SamplingParams:
     return SamplingParams(
         temperature=0, max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
     )
 
 
-async def token_times(engine: AsyncEngine, prompt: list[int], max_tokens: int) -> list[float]:
+async def token_times(stream: RequestStream) -> list[float]:
     """``time.monotonic()`` of each output of a stream."""
-    stream = await engine.add_request(prompt, params(max_tokens))
     return [time.monotonic() async for _ in stream]
 
 
@@ -53,12 +53,13 @@ async def one_round(engine: AsyncEngine, options: argparse.Namespace, seed: int)
     def prompt(length: int) -> list[int]:
         return [rng.randrange(100, engine.tokenizer.vocab_size) for _ in range(length)]
 
-    steps = options.chunks + 20
-    decoder = asyncio.create_task(token_times(engine, prompt(8), steps))
-    await asyncio.sleep(0.2)
+    decoding = await engine.add_request(prompt(8), params(None))
+    await anext(decoding)
+    decoder = asyncio.create_task(token_times(decoding))
     began = time.monotonic()
     # The decoder takes one token of each step's budget.
-    long = asyncio.create_task(token_times(engine, prompt(options.chunks * (options.budget - 1)), 1))
+    prefilling = await engine.add_request(prompt(options.chunks * (options.budget - 1)), params(1))
+    long = asyncio.create_task(token_times(prefilling))
     # No event tells when the long prompt has been scheduled.
     while engine.stats().num_running < 2:  # noqa: ASYNC110
         await asyncio.sleep(0)
@@ -67,6 +68,7 @@ async def one_round(engine: AsyncEngine, options: argparse.Namespace, seed: int)
     await anext(short)
     short_steps = engine.stats().num_steps - steps_before
     (long_end,) = await long
+    decoding.abort()
     times = await decoder
     gaps = [b - a for a, b in itertools.pairwise(times) if began <= a and b <= long_end]
     return {
