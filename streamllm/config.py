@@ -297,8 +297,13 @@ def check_setting(declared: Field[Any], value: Any) -> Any:
         raise ConfigError(f"{flag} must be one of {', '.join(rules['choices'])}; got {value!r}.")
     low, high = rules["low"], rules["high"]
     if low is not None and not low <= value <= high:
-        raise ConfigError(f"{flag} must be between {low:g} and {high:g}, got {value}.")
+        raise ConfigError(f"{flag} must be between {_bound(low)} and {_bound(high)}, got {value}.")
     return value
+
+
+def _bound(value: float) -> str:
+    """A limit as a person would type it."""
+    return str(int(value)) if value == int(value) else f"{value:g}"
 
 
 def _whole_number(flag: str, value: Any) -> int:

@@ -67,10 +67,6 @@ class Attention:
     def q_width(self) -> int:
         return self.num_heads * self.head_dim
 
-    @property
-    def qkv_width(self) -> int:
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-
 
 class Ops(Protocol):
     """Weight factories and operations. All rows are independent of each other but for attention.
