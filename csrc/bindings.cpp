@@ -12,8 +12,10 @@
 #include <vector>
 
 #include "cpu/kernels.hpp"
+#include "cpu/memory_placement.hpp"
 #include "cpu/ops.hpp"
 #include "cpu/packed_matrix.hpp"
+#include "cpu/peaks.hpp"
 #include "cpu/philox.hpp"
 #include "cpu/plan.hpp"
 #include "cpu/thread_pool.hpp"
@@ -48,6 +50,10 @@ std::vector<std::string> weight_formats() {
   return names;
 }
 
+int64_t quantized_bytes(int64_t rows, int64_t width) {
+  return width / kGroup * quantized_stride(rows) * static_cast<int64_t>(sizeof(QuantizedGroup));
+}
+
 void embedding(Plan& plan, Address token_ids, std::shared_ptr<PackedMatrix> weight, Address out,
                int64_t out_stride) {
   plan.add(
@@ -55,7 +61,7 @@ void embedding(Plan& plan, Address token_ids, std::shared_ptr<PackedMatrix> weig
 }
 
 void rms_norm(Plan& plan, Address x, int64_t x_stride, Address residual, int64_t residual_stride,
-              Address weight, int64_t dim, float eps, Address out, int64_t out_stride) {
+              Address weight, int64_t dim, float eps, Address out, int64_t out_stride, bool quantized) {
   plan.add(make_rms_norm({
       .x = pointer<const float>(x),
       .x_stride = x_stride,
@@ -64,13 +70,18 @@ void rms_norm(Plan& plan, Address x, int64_t x_stride, Address residual, int64_t
       .weight = pointer<const float>(weight),
       .dim = dim,
       .eps = eps,
-      .out = pointer<float>(out),
-      .out_stride = out_stride,
+      .out = {pointer<void>(out), out_stride, quantized},
   }));
 }
 
 void linear(Plan& plan, Address x, int64_t x_stride, std::shared_ptr<PackedMatrix> weight, Address bias,
-            Address out, int64_t out_stride, bool on_outputs) {
+            Address out, int64_t out_stride, bool on_outputs, bool quantized) {
+  if (quantized) {
+    plan.add(make_linear_of_quantized(pointer<const QuantizedGroup>(x), std::move(weight),
+                                      pointer<const float>(bias), pointer<float>(out), out_stride,
+                                      on_outputs));
+    return;
+  }
   for (auto& op :
        make_linear(pointer<const float>(x), x_stride, std::move(weight), pointer<const float>(bias),
                    pointer<float>(out), out_stride, on_outputs, plan.scratch())) {
@@ -106,13 +117,12 @@ void rotary_and_cache(Plan& plan, Address qkv, int64_t qkv_stride, int num_heads
 void paged_attention(Plan& plan, Address q, int64_t q_stride, Address out, int64_t out_stride, int num_heads,
                      int num_kv_heads, int head_dim, float scale, int window, float soft_cap,
                      Address query_start, Address context_lens, Address block_tables, Address key_cache,
-                     Address value_cache, const std::string& kv_dtype, int block_size) {
+                     Address value_cache, const std::string& kv_dtype, int block_size, bool quantized) {
   plan.add(make_paged_attention(
       {
           .q = pointer<const float>(q),
           .q_stride = q_stride,
-          .out = pointer<float>(out),
-          .out_stride = out_stride,
+          .out = {pointer<void>(out), out_stride, quantized},
           .num_heads = num_heads,
           .num_kv_heads = num_kv_heads,
           .head_dim = head_dim,
@@ -130,13 +140,13 @@ void paged_attention(Plan& plan, Address q, int64_t q_stride, Address out, int64
       plan.num_threads()));
 }
 
-void silu_and_mul(Plan& plan, Address x, int64_t x_stride, int64_t dim, Address out, int64_t out_stride) {
+void silu_and_mul(Plan& plan, Address x, int64_t x_stride, int64_t dim, Address out, int64_t out_stride,
+                  bool quantized) {
   plan.add(make_silu_and_mul({
       .x = pointer<const float>(x),
       .x_stride = x_stride,
       .dim = dim,
-      .out = pointer<float>(out),
-      .out_stride = out_stride,
+      .out = {pointer<void>(out), out_stride, quantized},
   }));
 }
 
@@ -148,8 +158,9 @@ void gather_rows(Plan& plan, Address x, int64_t x_stride, Address indices, int64
 
 void sample(Plan& plan, Address logits, int64_t logits_stride, int64_t vocab_size, Address temperature,
             Address top_k, Address top_p, Address min_p, Address seed, Address choice, Address position,
-            Address num_logprobs, Address token, Address logprob, Address rank, Address top_ids,
-            Address top_logprobs, int64_t max_logprobs) {
+            Address num_logprobs, Address logprobs_mode, Address edits, Address allowed_mask,
+            Address grammar_mask, Address replacement, Address target, Address token, Address logprob,
+            Address rank, Address top_ids, Address top_logprobs, int64_t max_logprobs) {
   plan.add(make_sample(
       {
           .logits = pointer<const float>(logits),
@@ -163,6 +174,12 @@ void sample(Plan& plan, Address logits, int64_t logits_stride, int64_t vocab_siz
           .choice = pointer<const int32_t>(choice),
           .position = pointer<const int32_t>(position),
           .num_logprobs = pointer<const int32_t>(num_logprobs),
+          .logprobs_mode = pointer<const int32_t>(logprobs_mode),
+          .edits = pointer<const int64_t>(edits),
+          .allowed_mask = pointer<const int64_t>(allowed_mask),
+          .grammar_mask = pointer<const int64_t>(grammar_mask),
+          .replacement = pointer<const int64_t>(replacement),
+          .target = pointer<const int32_t>(target),
           .token = pointer<int32_t>(token),
           .logprob = pointer<float>(logprob),
           .rank = pointer<int32_t>(rank),
@@ -181,8 +198,19 @@ NB_MODULE(_native, m) {
 
   m.def("instruction_sets", &instruction_sets);
   m.def("weight_formats", &weight_formats);
+  m.attr("GROUP") = kGroup;
+  m.def("quantized_bytes", &quantized_bytes, "rows"_a, "width"_a);
   m.def("instruction_set", [] { return std::string(kernels().name); });
   m.def("set_instruction_set", [](const std::string& name) { select_kernels(name.c_str()); }, "name"_a);
+  m.def("interleave_memory_over", &interleave_memory_over, "nodes"_a);
+  m.def(
+      "place_memory",
+      [](Address start, size_t num_bytes) { place_memory(pointer<void>(start), num_bytes); }, "start"_a,
+      "num_bytes"_a);
+  m.def("measure_read_bandwidth", &measure_read_bandwidth, "num_threads"_a, "bytes_per_thread"_a, "seconds"_a,
+        ReleaseGil());
+  m.def("measure_float32_peak", &measure_float32_peak, "num_threads"_a, "seconds"_a, ReleaseGil());
+  m.def("measure_int8_peak", &measure_int8_peak, "num_threads"_a, "seconds"_a, ReleaseGil());
   m.def(
       "philox4x32",
       [](uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
@@ -208,6 +236,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("n", &PackedMatrix::n)
       .def_prop_ro("k", &PackedMatrix::k)
       .def_prop_ro("num_bytes", &PackedMatrix::num_bytes)
+      .def_prop_ro("is_quantized", &PackedMatrix::is_quantized)
       .def_prop_ro("formats", [](const PackedMatrix& matrix) {
         std::vector<std::string> names;
         for (const auto& segment : matrix.segments()) names.emplace_back(format_info(segment.format).name);
@@ -218,19 +247,22 @@ NB_MODULE(_native, m) {
       .def(nb::init<std::shared_ptr<ThreadPool>>(), "pool"_a)
       .def("embedding", &embedding, "token_ids"_a, "weight"_a, "out"_a, "out_stride"_a)
       .def("rms_norm", &rms_norm, "x"_a, "x_stride"_a, "residual"_a, "residual_stride"_a, "weight"_a, "dim"_a,
-           "eps"_a, "out"_a, "out_stride"_a)
+           "eps"_a, "out"_a, "out_stride"_a, "quantized"_a = false)
       .def("linear", &linear, "x"_a, "x_stride"_a, "weight"_a, "bias"_a, "out"_a, "out_stride"_a,
-           "on_outputs"_a)
+           "on_outputs"_a, "quantized"_a = false)
       .def("rotary_and_cache", &rotary_and_cache, "qkv"_a, "qkv_stride"_a, "num_heads"_a, "num_kv_heads"_a,
            "head_dim"_a, "rotary_dim"_a, "q_norm"_a, "k_norm"_a, "norm_eps"_a, "cos"_a, "sin"_a,
            "rope_rows"_a, "slot_mapping"_a, "key_cache"_a, "value_cache"_a, "kv_dtype"_a, "block_size"_a)
       .def("paged_attention", &paged_attention, "q"_a, "q_stride"_a, "out"_a, "out_stride"_a, "num_heads"_a,
            "num_kv_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "soft_cap"_a, "query_start"_a,
-           "context_lens"_a, "block_tables"_a, "key_cache"_a, "value_cache"_a, "kv_dtype"_a, "block_size"_a)
-      .def("silu_and_mul", &silu_and_mul, "x"_a, "x_stride"_a, "dim"_a, "out"_a, "out_stride"_a)
+           "context_lens"_a, "block_tables"_a, "key_cache"_a, "value_cache"_a, "kv_dtype"_a, "block_size"_a,
+           "quantized"_a = false)
+      .def("silu_and_mul", &silu_and_mul, "x"_a, "x_stride"_a, "dim"_a, "out"_a, "out_stride"_a,
+           "quantized"_a = false)
       .def("gather_rows", &gather_rows, "x"_a, "x_stride"_a, "indices"_a, "dim"_a, "out"_a, "out_stride"_a)
       .def("sample", &sample, "logits"_a, "logits_stride"_a, "vocab_size"_a, "temperature"_a, "top_k"_a,
-           "top_p"_a, "min_p"_a, "seed"_a, "choice"_a, "position"_a, "num_logprobs"_a, "token"_a, "logprob"_a,
+           "top_p"_a, "min_p"_a, "seed"_a, "choice"_a, "position"_a, "num_logprobs"_a, "logprobs_mode"_a,
+           "edits"_a, "allowed_mask"_a, "grammar_mask"_a, "replacement"_a, "target"_a, "token"_a, "logprob"_a,
            "rank"_a, "top_ids"_a, "top_logprobs"_a, "max_logprobs"_a)
       .def_prop_ro("num_ops", &Plan::num_ops)
       .def(

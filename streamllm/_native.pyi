@@ -4,7 +4,11 @@ Addresses are integers (``array.ctypes.data``) of memory that must outlive the p
 distance between rows in elements. Arrays are float32 and index arrays int32 unless said otherwise. An
 argument out of range raises ValueError naming it. A row's result does not depend on the other rows of a
 batch, on how a prompt is cut into chunks, or on the number of threads: equality is exact within one
-instruction set. Products with quantised weights are equal between instruction sets too.
+instruction set. Products with quantised weights are equal between instruction sets too, "portable" excepted.
+
+Where an operation takes ``quantized``, true means that the rows it writes (``linear``: reads) are not float32
+but rounded to 8 bits in groups of 32 elements, as ``linear`` describes it. They take quantized_bytes() bytes,
+aligned to 16; the stride is not used, and widths are multiples of 32.
 """
 
 from typing import Literal
@@ -12,6 +16,12 @@ from typing import Literal
 def instruction_sets() -> list[str]:
     """Those that this CPU supports, best first: out of "avx512_vnni", "avx512",
     "avx_vnni", "avx2" and "portable"."""
+
+GROUP: int
+"""Elements of a row that are quantised together: 32."""
+
+def quantized_bytes(rows: int, width: int) -> int:
+    """What so many quantised rows take."""
 
 def instruction_set() -> str:
     """The one in use; at first the best."""
@@ -21,6 +31,25 @@ def set_instruction_set(name: str) -> None:
 
 def weight_formats() -> list[str]:
     """Formats of weights that there are kernels for."""
+
+def interleave_memory_over(nodes: list[int]) -> bool:
+    """Spreads the pages of memory placed from now on, weights included, evenly over these NUMA nodes (none:
+    pages lie where they are touched first). Returns whether the kernel lets us; if not, it is as with
+    none."""
+
+def place_memory(start: int, num_bytes: int) -> None:
+    """Asks for huge pages, and for the nodes of interleave_memory_over, for memory at a page's start that
+    nobody has touched."""
+
+def measure_read_bandwidth(num_threads: int, bytes_per_thread: int, seconds: float) -> float:
+    """Bytes a second that threads read together, each its own `bytes_per_thread` bytes over and over. Like
+    the other two it takes about `seconds`, uses the instruction set in use, and releases the GIL."""
+
+def measure_float32_peak(num_threads: int, seconds: float) -> float:
+    """Float32 operations a second on registers; a multiply-add is two."""
+
+def measure_int8_peak(num_threads: int, seconds: float) -> float:
+    """Operations a second on 8-bit integers in registers; a multiply-add is two."""
 
 def philox4x32(c0: int, c1: int, c2: int, c3: int, k0: int, k1: int) -> tuple[int, int, int, int]:
     """Philox4x32-10 (Salmon et al., 2011) of a 128-bit counter and a 64-bit key, as 32-bit words."""
@@ -51,6 +80,10 @@ class PackedMatrix:
     def n(self) -> int: ...
     @property
     def k(self) -> int: ...
+    @property
+    def is_quantized(self) -> bool:
+        """All rows are, so that a product may read x quantised."""
+
     @property
     def num_bytes(self) -> int: ...
     @property
@@ -97,6 +130,7 @@ class Plan:
         eps: float,
         out: int,
         out_stride: int,
+        quantized: bool = False,
     ) -> None:
         """out = x / sqrt(mean(x^2) + eps) * weight over rows of `dim`; `out` may be `x`.
 
@@ -112,12 +146,14 @@ class Plan:
         out: int,
         out_stride: int,
         on_outputs: bool,
+        quantized: bool = False,
     ) -> None:
         """out[:, :n] = x[:, :k] @ weight.T + bias; `bias` is the address of n floats, or 0.
 
-        For quantised weights x is first rounded, in an operation of its own, to 8 bits in groups of 32 along
-        k: integers times a scale of max|x| / 127. A group that holds NaN or infinity makes all outputs of
-        its row NaN, and touches no other row.
+        For quantised weights x is first rounded, in an operation of its own if it was not written so, to 8
+        bits in groups of 32 along k: integers times a scale of max|x| / 127. A group that holds NaN or
+        infinity makes all outputs of its row NaN, and touches no other row. ``quantized`` takes weights
+        whose rows are all quantised, and x of this plan's tokens.
         """
 
     def rotary_and_cache(
@@ -171,6 +207,7 @@ class Plan:
         value_cache: int,
         kv_dtype: Literal["float32", "float16"],
         block_size: int,
+        quantized: bool = False,
     ) -> None:
         """Causal attention of each sequence's rows over its cached context, these rows included.
 
@@ -180,7 +217,9 @@ class Plan:
         cap * tanh(score / cap) (0: as they are). Caches as in `rotary_and_cache`.
         """
 
-    def silu_and_mul(self, x: int, x_stride: int, dim: int, out: int, out_stride: int) -> None:
+    def silu_and_mul(
+        self, x: int, x_stride: int, dim: int, out: int, out_stride: int, quantized: bool = False
+    ) -> None:
         """out = silu(gate) * up for rows x = [gate(dim) | up(dim)]; `out` must not overlap `x`."""
 
     def gather_rows(self, x: int, x_stride: int, indices: int, dim: int, out: int, out_stride: int) -> None:
@@ -199,6 +238,12 @@ class Plan:
         choice: int,
         position: int,
         num_logprobs: int,
+        logprobs_mode: int,
+        edits: int,
+        allowed_mask: int,
+        grammar_mask: int,
+        replacement: int,
+        target: int,
         token: int,
         logprob: int,
         rank: int,
@@ -206,12 +251,14 @@ class Plan:
         top_logprobs: int,
         max_logprobs: int,
     ) -> None:
-        """On outputs: one token a row, with raw logprobs where num_logprobs (-1: none) asks for them.
+        """On outputs: one token a row, with logprobs where num_logprobs (-1: none) asks for them.
 
         Inputs a row: float32 temperature (below 1e-5: greedy), top_p, min_p; int32 top_k (0: off), choice,
-        position, num_logprobs; uint64 seed. Results a row: int32 token (-1 if the row holds NaN or +inf, or
-        only -inf), float32 logprob, int32 rank, and top_ids (int32) and top_logprobs of [outputs,
-        max_logprobs], the first num_logprobs of which are written (id -1 beyond the vocabulary).
+        position, num_logprobs, logprobs_mode, target (-1: draw); uint64 seed; int64 addresses, 0 for none:
+        edits, allowed_mask, grammar_mask, replacement (SamplingBuffers says of what). Results a row: int32
+        token (-1 if the row holds NaN or +inf, or only -inf; -2 if all are forbidden), float32 logprob,
+        int32 rank, and top_ids (int32) and top_logprobs of [outputs, max_logprobs], the first num_logprobs of
+        which are written (id -1 beyond the vocabulary).
 
         The filters are min_p, then top_k (ties kept), then top_p, on exp((logit - max) / temperature); the
         draw inverts the cumulative sum in id order at a Philox number keyed by seed, choice and position.

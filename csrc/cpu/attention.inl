@@ -3,71 +3,81 @@
 //
 // The order of every row's arithmetic depends on absolute positions alone. The context is cut into
 // partitions of kPartition positions; each gives a maximum, a sum and an output (as in FlashAttention),
-// merged in order of position. A score is one chain over the head's dimensions; values are added in order
-// of the keys, and only those that the row sees: other slots may hold anything, NaN included.
+// merged in order of position, be they computed by one tile or by several (as in FlashDecoding). A score is
+// one chain over the head's dimensions; values are added in order of the keys, and only those that the row
+// sees: other slots may hold anything, NaN included.
 #pragma once
 
-#include "elementwise.inl"
 #include "kernels.hpp"
+#include "rows.inl"
 #include "simd.hpp"
 
 namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE {
 
-// Rows whose scores are computed together, key tiles and 16-wide value slices that go with them in registers.
-inline constexpr int kBlockRows = kAccumulators >= 24 ? kAttentionBlockRows : 3;
-inline constexpr int kScoreTiles = kAccumulators >= 24 ? 4 : kAccumulators >= 6 ? 2 : 1;
-inline constexpr int kValueSlices = kScoreTiles;
-static_assert(kBlockRows <= kAttentionBlockRows);
+// Rows that a micro-kernel takes at once.
+inline constexpr int kBlockRows = kAccumulators >= 6 ? 6 : kAccumulators;
+// Whether values of float16 are converted once for all rows of a tile: it pays where sums of few tiles fit in
+// the registers, so that each conversion feeds few products.
+inline constexpr bool kConvert = kAccumulators < 24;
+// Tiles that are gone through together, converted ones fitting in the first-level cache, and rows that go
+// through a partition together.
+inline constexpr int kGroupTiles = kConvert ? 4 : kPartitionTiles;
+inline constexpr int kPassRows = kConvert ? 1 << 30 : kBlockRows;
+// How far ahead keys are fetched.
+inline constexpr int kAheadTiles = 4;
+// Key tiles, or 16-wide slices of values, whose sums go into registers with those of ROWS rows.
+template <int ROWS>
+inline constexpr int kSlices = ROWS * 4 <= kAccumulators ? 4 : ROWS * 2 <= kAccumulators ? 2 : 1;
 
 inline constexpr float kNegativeInfinity = -__builtin_inff();
-
-// The running softmax of one row: output not yet divided by `sum`, relative to `maximum`.
-struct SoftmaxState {
-  float maximum;
-  float sum;  // 0: nothing seen yet
-};
 
 struct Range {  // of keys, relative to the partition
   int begin, end;
 };
 
-// Key tiles that are scored together, and what is read after them.
-template <typename KV>
+// Keys or values of up to kGroupTiles tiles; T is the cache's type, or float if they were converted.
+template <typename T>
 struct TileGroup {
-  const KV* keys[kScoreTiles];
-  const KV* values[kScoreTiles];
-  const KV* next_keys[kScoreTiles];
+  int first;  // number of the first one in the partition
+  const T* tiles[kGroupTiles];
 };
 
-// scores[r][16 * t + lane] = q[r] . key, for kScoreTiles key tiles. FETCH: their
-// values and the next keys are fetched along the way.
-template <int ROWS, bool FETCH, typename KV>
-[[gnu::flatten, gnu::noinline]] void score_tiles(const float* q, int head_dim, const TileGroup<KV>& group,
-                                                 float* scores) {
-  Vec16 sum[ROWS][kScoreTiles];
-  unroll<ROWS>([&](int r) { unroll<kScoreTiles>([&](int t) { sum[r][t] = splat(0.0f); }); });
+// What is fetched while a group's scores are computed: its values, and the keys that come next.
+template <typename T>
+struct Ahead {
+  const T* values[kGroupTiles];
+  const T* keys[kGroupTiles];
+};
+
+// scores[r][16 * t + lane] = q[r] . key, for kSlices<ROWS> tiles. FETCH: `ahead` says what else is read.
+template <int ROWS, bool FETCH, typename T>
+[[gnu::flatten, gnu::noinline]] void score_tiles(const float* q, int head_dim, const T* const* tiles,
+                                                 const Ahead<T>* ahead, int slice, float* scores) {
+  constexpr int kTiles = kSlices<ROWS>;
+  Vec16 sum[ROWS][kTiles];
+  unroll<ROWS>([&](int r) { unroll<kTiles>([&](int t) { sum[r][t] = splat(0.0f); }); });
   for (int d = 0; d < head_dim; ++d) {
-    Vec16 key[kScoreTiles];
-    unroll<kScoreTiles>([&](int t) {
-      key[t] = load(group.keys[t] + d * kKeyTile);
+    Vec16 key[kTiles];
+    unroll<kTiles>([&](int t) {
+      key[t] = load(tiles[slice + t] + d * kKeyTile);
       if constexpr (FETCH) {
-        prefetch(group.values[t] + d * kKeyTile);
-        prefetch(group.next_keys[t] + d * kKeyTile);
+        prefetch(ahead->values[slice + t] + d * kKeyTile);
+        prefetch(ahead->keys[slice + t] + d * kKeyTile);
       }
     });
     unroll<ROWS>([&](int r) {
       const Vec16 value = splat(q[r * head_dim + d]);
-      unroll<kScoreTiles>([&](int t) { sum[r][t] = fma(value, key[t], sum[r][t]); });
+      unroll<kTiles>([&](int t) { sum[r][t] = fma(value, key[t], sum[r][t]); });
     });
   }
   unroll<ROWS>([&](int r) {
-    unroll<kScoreTiles>([&](int t) { store(scores + r * kPartition + t * kKeyTile, sum[r][t]); });
+    unroll<kTiles>([&](int t) { store(scores + r * kPartition + t * kKeyTile, sum[r][t]); });
   });
 }
 
-// out[r][0 : 16 * SLICES] += p[r][key] * value[key], keys in order.
-template <int ROWS, int SLICES, bool LOW8, typename KV>
-[[gnu::flatten, gnu::noinline]] void add_values(const float* p, const KV* const* tiles, Range keys,
+// out[r][0 : 16 * SLICES] += p[r][key] * value[key][dim : dim + 16 * SLICES], for keys of the group in order.
+template <int ROWS, int SLICES, bool LOW8, typename T>
+[[gnu::flatten, gnu::noinline]] void add_values(const float* p, const TileGroup<T>& group, Range keys,
                                                 int head_dim, int dim, float* out, int out_stride) {
   Vec16 sum[ROWS][SLICES];
   unroll<ROWS>(
@@ -75,7 +85,7 @@ template <int ROWS, int SLICES, bool LOW8, typename KV>
   for (int key = keys.begin; key < keys.end;) {
     const int tile_end = (key / kKeyTile + 1) * kKeyTile;
     const int end = tile_end < keys.end ? tile_end : keys.end;
-    const KV* row = tiles[key / kKeyTile] + key % kKeyTile * head_dim + dim;
+    const T* row = group.tiles[key / kKeyTile - group.first] + key % kKeyTile * head_dim + dim;
     for (; key < end; ++key, row += head_dim) {
       Vec16 value[SLICES];
       unroll<SLICES>([&](int s) {
@@ -95,26 +105,26 @@ template <int ROWS, int SLICES, bool LOW8, typename KV>
       [&](int r) { unroll<SLICES>([&](int s) { store(out + r * out_stride + s * 16, sum[r][s]); }); });
 }
 
-template <int ROWS, typename KV>
-inline void add_all_values(const float* p, const KV* const* tiles, Range keys, int head_dim, float* out,
+template <int ROWS, typename T>
+inline void add_all_values(const float* p, const TileGroup<T>& group, Range keys, int head_dim, float* out,
                            int out_stride) {
+  constexpr int kStep = kSlices<ROWS>;
+  if (keys.begin >= keys.end) return;
   int dim = 0;
-  for (; dim + 16 * kValueSlices <= head_dim; dim += 16 * kValueSlices) {
-    add_values<ROWS, kValueSlices, false>(p, tiles, keys, head_dim, dim, out + dim, out_stride);
+  for (; dim + 16 * kStep <= head_dim; dim += 16 * kStep) {
+    add_values<ROWS, kStep, false>(p, group, keys, head_dim, dim, out + dim, out_stride);
   }
   for (; dim + 16 <= head_dim; dim += 16) {
-    add_values<ROWS, 1, false>(p, tiles, keys, head_dim, dim, out + dim, out_stride);
+    add_values<ROWS, 1, false>(p, group, keys, head_dim, dim, out + dim, out_stride);
   }
-  if (dim < head_dim) add_values<ROWS, 1, true>(p, tiles, keys, head_dim, dim, out + dim, out_stride);
+  if (dim < head_dim) add_values<ROWS, 1, true>(p, group, keys, head_dim, dim, out + dim, out_stride);
 }
 
-// Calls function.template operator()<ROWS>() for rows in 1 .. kBlockRows.
-template <int ROWS = 1, typename Function>
-inline void with_rows(int rows, Function function) {
-  if constexpr (ROWS < kBlockRows) {
-    if (rows > ROWS) return with_rows<ROWS + 1>(rows, function);
-  }
-  function.template operator()<ROWS>();
+// Calls function.template operator()<ROWS>(first) for blocks of ROWS <= kBlockRows rows from `first` on.
+template <int ROWS = kBlockRows, typename Function>
+inline void for_each_block(int rows, Function function, int first = 0) {
+  for (; rows - first >= ROWS; first += ROWS) function.template operator()<ROWS>(first);
+  if constexpr (ROWS > 1) for_each_block<ROWS - 1>(rows, function, first);
 }
 
 // Turns scores into exp(score - maximum), with masked keys at 0.
@@ -160,166 +170,295 @@ inline void merge(SoftmaxState& state, float* out, const SoftmaxState& other, co
   }
 }
 
+// Where the keys and values of a partition and one KV head lie; the next head's follow `head_stride` elements
+// apass. nullptr where no row of the tile sees a key.
 template <typename KV>
 struct PartitionTiles {
-  const KV* keys[kPartitionTiles];  // nullptr where no row of the query tile sees a key
+  const KV* keys[kPartitionTiles];
   const KV* values[kPartitionTiles];
+  int64_t head_stride;
+
+  void advance_head() {
+    for (int i = 0; i < kPartitionTiles; ++i) {
+      if (keys[i] == nullptr) continue;
+      keys[i] += head_stride;
+      values[i] += head_stride;
+    }
+  }
 };
 
 template <typename KV>
-inline PartitionTiles<KV> partition_tiles(const AttentionArgs& args, int sequence, int kv_head, int base,
+inline PartitionTiles<KV> partition_tiles(const AttentionArgs& args, const AttentionTile& tile, int base,
                                           Range keys) {
   PartitionTiles<KV> tiles = {};
-  const int32_t* table = reinterpret_cast<const int32_t*>(args.block_tables[sequence]);
-  for (int tile = keys.begin / kKeyTile; tile <= (keys.end - 1) / kKeyTile; ++tile) {
-    const int position = base + tile * kKeyTile;
+  // Both caches hold as many elements a block and head.
+  tiles.head_stride = static_cast<int64_t>(args.block_size) * args.head_dim;
+  const int32_t* table = reinterpret_cast<const int32_t*>(args.block_tables[tile.sequence]);
+  for (int i = keys.begin / kKeyTile; i <= (keys.end - 1) / kKeyTile; ++i) {
+    const int position = base + i * kKeyTile;
     const int64_t block = table[position / args.block_size];
-    // Both caches hold block_size * head_dim elements a block and head, 16 * head_dim a key tile.
-    const int64_t offset =
-        ((block * args.num_kv_heads + kv_head) * args.block_size + position % args.block_size) *
-        args.head_dim;
-    tiles.keys[tile] = static_cast<const KV*>(args.key_cache) + offset;
-    tiles.values[tile] = static_cast<const KV*>(args.value_cache) + offset;
+    const int64_t offset = (block * args.num_kv_heads + tile.first_head) * tiles.head_stride +
+                           int64_t{position % args.block_size} * args.head_dim;
+    tiles.keys[i] = static_cast<const KV*>(args.key_cache) + offset;
+    tiles.values[i] = static_cast<const KV*>(args.value_cache) + offset;
   }
   return tiles;
 }
 
+inline AttentionResult attention_result(float* memory, int rows, int padded_dim) {
+  return {reinterpret_cast<SoftmaxState*>(memory + rows * padded_dim), memory};
+}
+
 struct Scratch {
-  float* scores;   // [kAttentionBlockRows][kPartition]
-  float* partial;  // [kAttentionBlockRows][padded_dim]
-  float* out;      // [rows][padded_dim]
-  float* q;        // [rows][head_dim]
-  SoftmaxState* states;
+  float* scores;         // [rows of a head][kPartition]
+  float* converted;      // [kGroupTiles][kKeyTile * head_dim], if kConvert
+  float* partial;        // [rows of a head][padded_dim]
+  float* q;              // [rows][head_dim]
+  SoftmaxState* states;  // [rows of a head]
+  Range* visible;        // [rows of a head]
+  AttentionResult result;
 };
 
-// One partition for `rows` <= kBlockRows consecutive rows of a query tile, the first of which is `row`.
-// fetch: nobody has read the partition yet, and few will, as in a decode: memory is what they wait for.
-template <typename KV>
-inline void attend_block(const AttentionArgs& args, const PartitionTiles<KV>& tiles, const Range* visible,
-                         int row, int rows, bool fetch, const Scratch& scratch, int padded_dim) {
-  Range any{kPartition, 0}, all{0, kPartition};  // keys that some row sees, that each row sees
-  for (int r = 0; r < rows; ++r) {
-    const Range keys = visible[r];
-    if (keys.begin < keys.end) {
-      any = {keys.begin < any.begin ? keys.begin : any.begin, keys.end > any.end ? keys.end : any.end};
-    }
-    all = {keys.begin > all.begin ? keys.begin : all.begin, keys.end < all.end ? keys.end : all.end};
-  }
-  if (any.begin >= any.end) return;
+// Rows of a tile: those of its first KV head (token by token, query head by query head), then the next one's.
+struct TileRows {
+  int group;     // query heads a KV head
+  int per_head;  // rows
+  int total;
 
-  const int last_tile = (any.end - 1) / kKeyTile;
-  for (int tile = any.begin / kKeyTile; tile <= last_tile; tile += kScoreTiles) {
+  int64_t token(const AttentionTile& tile, int row) const { return tile.first_row + row % per_head / group; }
+  int64_t query_head(const AttentionTile& tile, int row) const {
+    return int64_t{tile.first_head + row / per_head} * group + row % group;
+  }
+};
+
+inline TileRows tile_rows(const AttentionArgs& args, const AttentionTile& tile) {
+  const int group = args.num_heads / args.num_kv_heads;
+  return {group, tile.num_rows * group, tile.num_rows * group * tile.num_heads};
+}
+
+// Rows of one KV head that go through a partition together.
+template <typename KV>
+struct RowPass {
+  const PartitionTiles<KV>& tiles;
+  const Range* visible;  // [rows] keys that each row sees: the later the row, the later first and last
+  int rows;
+  int first_row;    // in the tile
+  bool fetch;       // few rows read these keys, as in a decode: memory is what they wait for
+  bool more_heads;  // the tile's next head follows
+
+  bool empty() const { return visible[0].begin >= visible[rows - 1].end; }
+  int first_tile() const { return visible[0].begin / kKeyTile; }
+  int last_tile() const { return (visible[rows - 1].end - 1) / kKeyTile; }
+};
+
+// Calls function(group) for all tiles of the partition that some row sees, in order, converted if kConvert
+// says so and several blocks of rows read them.
+template <typename KV, typename Function>
+inline void for_each_group(const RowPass<KV>& pass, const KV* const* tiles, int head_dim, float* converted,
+                           Function function) {
+  const int first = pass.first_tile(), last = pass.last_tile(), tile_elements = kKeyTile * head_dim;
+  const bool convert = kConvert && sizeof(KV) < sizeof(float) && pass.rows > kBlockRows;
+  for (int tile = first / kGroupTiles * kGroupTiles; tile <= last; tile += kGroupTiles) {
     TileGroup<KV> group;
-    for (int t = 0; t < kScoreTiles; ++t) {
-      // Past the last visible tile any other will do: nobody reads those scores.
-      const int current = tile + t < last_tile ? tile + t : last_tile;
-      const int next = current + kScoreTiles < last_tile ? current + kScoreTiles : last_tile;
-      group.keys[t] = tiles.keys[current];
-      group.values[t] = tiles.values[current];
-      group.next_keys[t] = tiles.keys[next];
+    TileGroup<float> wide;
+    group.first = wide.first = tile;
+    for (int t = 0; t < kGroupTiles; ++t) {
+      // Beyond the visible tiles any other will do: nobody reads those scores.
+      const int current = tile + t < first ? first : tile + t < last ? tile + t : last;
+      group.tiles[t] = tiles[current];
+      wide.tiles[t] = converted + (current - tile) * tile_elements;
+      if (convert && current == tile + t) {
+        float* target = converted + t * tile_elements;
+        for (int i = 0; i < tile_elements; i += 16) store(target + i, load(tiles[current] + i));
+      }
     }
-    const float* q = scratch.q + row * args.head_dim;
-    float* scores = scratch.scores + tile * kKeyTile;
-    with_rows(rows, [&]<int ROWS>() {
-      if (fetch) {
-        score_tiles<ROWS, true>(q, args.head_dim, group, scores);
-      } else {
-        score_tiles<ROWS, false>(q, args.head_dim, group, scores);
+    if (convert) {
+      function(wide);
+    } else {
+      function(group);
+    }
+  }
+}
+
+template <typename KV>
+inline Ahead<KV> what_is_ahead(const RowPass<KV>& pass, int first) {
+  const int first_tile = pass.first_tile(), last = pass.last_tile();
+  Ahead<KV> ahead;
+  for (int t = 0; t < kGroupTiles; ++t) {
+    const int current = first + t < first_tile ? first_tile : first + t < last ? first + t : last;
+    const int next = current + kAheadTiles;
+    ahead.values[t] = pass.tiles.values[current];
+    ahead.keys[t] = next <= last ? pass.tiles.keys[next] : pass.tiles.keys[current];
+    // After the last keys come the next head's first.
+    const int beyond = first_tile + next - last - 1;
+    if (next > last && pass.more_heads && beyond <= last) {
+      ahead.keys[t] = pass.tiles.keys[beyond] + pass.tiles.head_stride;
+    }
+  }
+  return ahead;
+}
+
+template <typename KV>
+inline void score(const RowPass<KV>& pass, int head_dim, const Scratch& scratch) {
+  const int last = pass.last_tile();
+  const float* q = scratch.q + pass.first_row * head_dim;
+  const auto score_group = [&]<typename T>(const TileGroup<T>& group) {
+    [[maybe_unused]] Ahead<T> ahead;
+    if constexpr (sizeof(T) == sizeof(KV)) {
+      if (pass.fetch) ahead = what_is_ahead(pass, group.first);
+    }
+    for_each_block(pass.rows, [&]<int ROWS>(int row) {
+      for (int slice = 0; slice < kGroupTiles && group.first + slice <= last; slice += kSlices<ROWS>) {
+        if (group.first + slice + kSlices<ROWS> <= pass.first_tile()) continue;
+        float* scores = scratch.scores + row * kPartition + (group.first + slice) * kKeyTile;
+        if constexpr (sizeof(T) == sizeof(KV)) {
+          if (pass.fetch && row == 0) {
+            score_tiles<ROWS, true, T>(q, head_dim, group.tiles, &ahead, slice, scores);
+            continue;
+          }
+        }
+        score_tiles<ROWS, false, T>(q + row * head_dim, head_dim, group.tiles, nullptr, slice, scores);
       }
     });
-  }
-
-  SoftmaxState states[kBlockRows];
-  for (int r = 0; r < rows; ++r) {
-    if (visible[r].begin < visible[r].end)
-      states[r] = softmax(args, scratch.scores + r * kPartition, visible[r]);
-  }
-
-  std::memset(scratch.partial, 0, static_cast<size_t>(rows) * padded_dim * sizeof(float));
-  const auto add_row = [&](int r, Range keys) {
-    if (keys.begin >= keys.end) return;
-    add_all_values<1>(scratch.scores + r * kPartition, tiles.values, keys, args.head_dim,
-                      scratch.partial + r * padded_dim, padded_dim);
   };
-  if (all.begin < all.end) {
-    for (int r = 0; r < rows; ++r) add_row(r, {visible[r].begin, all.begin});
-    with_rows(rows, [&]<int ROWS>() {
-      add_all_values<ROWS>(scratch.scores, tiles.values, all, args.head_dim, scratch.partial, padded_dim);
-    });
-    for (int r = 0; r < rows; ++r) add_row(r, {all.end, visible[r].end});
-  } else {
-    for (int r = 0; r < rows; ++r) add_row(r, visible[r]);
-  }
+  for_each_group(pass, pass.tiles.keys, head_dim, scratch.converted, score_group);
+}
 
-  for (int r = 0; r < rows; ++r) {
-    if (visible[r].begin >= visible[r].end) continue;
-    merge(scratch.states[row + r], scratch.out + (row + r) * padded_dim, states[r],
+template <typename KV>
+inline void add_weighted_values(const RowPass<KV>& pass, int head_dim, int padded_dim,
+                                const Scratch& scratch) {
+  std::memset(scratch.partial, 0, static_cast<size_t>(pass.rows) * padded_dim * sizeof(float));
+  const auto add_group = [&]<typename T>(const TileGroup<T>& group) {
+    const Range span{group.first * kKeyTile, (group.first + kGroupTiles) * kKeyTile};
+    const auto add = [&]<int ROWS>(int row, int begin, int end) {
+      const Range keys{begin > span.begin ? begin : span.begin, end < span.end ? end : span.end};
+      add_all_values<ROWS>(scratch.scores + row * kPartition, group, keys, head_dim,
+                           scratch.partial + row * padded_dim, padded_dim);
+    };
+    const auto add_one = [&](int row, int begin, int end) { add.template operator()<1>(row, begin, end); };
+    for_each_block(pass.rows, [&]<int ROWS>(int row) {
+      // What each row of the block sees; what only some of them see is added row by row.
+      const Range* visible = pass.visible + row;
+      const Range all{visible[ROWS - 1].begin, visible[0].end};
+      if (all.begin < all.end) {
+        for (int r = 0; r < ROWS; ++r) add_one(row + r, visible[r].begin, all.begin);
+        add.template operator()<ROWS>(row, all.begin, all.end);
+        for (int r = 0; r < ROWS; ++r) add_one(row + r, all.end, visible[r].end);
+      } else {
+        for (int r = 0; r < ROWS; ++r) add_one(row + r, visible[r].begin, visible[r].end);
+      }
+    });
+  };
+  for_each_group(pass, pass.tiles.values, head_dim, scratch.converted, add_group);
+}
+
+template <typename KV>
+inline void attend(const AttentionArgs& args, const RowPass<KV>& pass, int padded_dim,
+                   const Scratch& scratch) {
+  if (pass.empty()) return;
+  score(pass, args.head_dim, scratch);
+  for (int row = 0; row < pass.rows; ++row) {
+    const Range keys = pass.visible[row];
+    if (keys.begin < keys.end) scratch.states[row] = softmax(args, scratch.scores + row * kPartition, keys);
+  }
+  add_weighted_values(pass, args.head_dim, padded_dim, scratch);
+  for (int r = 0; r < pass.rows; ++r) {
+    const Range keys = pass.visible[r];
+    if (keys.begin >= keys.end) continue;
+    const int row = pass.first_row + r;
+    merge(scratch.result.states[row], scratch.result.out + row * padded_dim, scratch.states[r],
           scratch.partial + r * padded_dim, padded_dim);
   }
 }
 
-template <typename KV>
-inline void attend(const AttentionArgs& args, const QueryTile& query, int kv_head, float* memory) {
-  const int head_dim = args.head_dim, padded_dim = (head_dim + 15) / 16 * 16;
-  const int group = args.num_heads / args.num_kv_heads, rows = query.num_rows * group;
-  Scratch scratch;
-  scratch.scores = memory;
-  scratch.partial = scratch.scores + kAttentionBlockRows * kPartition;
-  scratch.out = scratch.partial + kAttentionBlockRows * padded_dim;
-  scratch.q = scratch.out + rows * padded_dim;
-  scratch.states = reinterpret_cast<SoftmaxState*>(scratch.q + rows * head_dim);
-  std::memset(scratch.out, 0, static_cast<size_t>(rows) * padded_dim * sizeof(float));
-  for (int row = 0; row < rows; ++row) {
-    scratch.states[row] = {kNegativeInfinity, 0.0f};
-    const float* q = args.q + (query.first_row + row / group) * args.q_stride +
-                     (static_cast<int64_t>(kv_head) * group + row % group) * head_dim;
-    std::memcpy(scratch.q + row * head_dim, q, static_cast<size_t>(head_dim) * sizeof(float));
-  }
-
-  // Token i of the tile sits at first_position + i, and sees the keys of [first_key(i), first_position + i].
-  const int first_position =
-      args.context_lens[query.sequence] - args.query_start[query.sequence + 1] + query.first_row;
-  const auto first_key = [&](int token) {
-    const int begin = args.window > 0 ? first_position + token - args.window + 1 : 0;
-    return begin > 0 ? begin : 0;
-  };
-  const int end_key = first_position + query.num_rows;
-  for (int base = first_key(0) / kPartition * kPartition; base < end_key; base += kPartition) {
-    const auto within = [&](int begin, int end) {
-      begin -= base, end -= base;
-      return Range{begin > 0 ? begin : 0, end < kPartition ? end : kPartition};
-    };
-    const PartitionTiles<KV> tiles =
-        partition_tiles<KV>(args, query.sequence, kv_head, base, within(first_key(0), end_key));
-    for (int row = 0; row < rows; row += kBlockRows) {
-      const int block_rows = rows - row < kBlockRows ? rows - row : kBlockRows;
-      Range visible[kBlockRows];
-      for (int r = 0; r < block_rows; ++r) {
-        const int token = (row + r) / group;
-        visible[r] = within(first_key(token), first_position + token + 1);
-      }
-      const bool fetch = row == 0 && query.num_rows == 1;
-      attend_block(args, tiles, visible, row, block_rows, fetch, scratch, padded_dim);
-    }
-  }
-
-  for (int row = 0; row < rows; ++row) {
-    const float sum = scratch.states[row].sum;
+// The tile's part of the output, from the sums over all its keys.
+inline void write_output(const AttentionArgs& args, const AttentionTile& tile, const AttentionResult& result,
+                         int padded_dim) {
+  const TileRows rows = tile_rows(args, tile);
+  for (int row = 0; row < rows.total; ++row) {
+    const float sum = result.states[row].sum;
     const Vec16 factor = splat(sum == 0.0f ? 0.0f : 1.0f / sum);  // a row that sees nothing gives 0, not NaN
-    float* out = args.out + (query.first_row + row / group) * args.out_stride +
-                 (static_cast<int64_t>(kv_head) * group + row % group) * head_dim;
-    for_each_vector(head_dim, [&](int64_t d, int count) {
-      store_lanes(out + d, load(scratch.out + row * padded_dim + d) * factor, count);
-    });
+    const float* from = result.out + row * padded_dim;
+    const int64_t column = rows.query_head(tile, row) * args.head_dim;
+    write_row(args.out, rows.token(tile, row), column, args.head_dim,
+              [&](int64_t d, int) { return load(from + d) * factor; });
   }
 }
 
-inline void paged_attention(const AttentionArgs& args, const QueryTile& query, int kv_head, float* scratch) {
-  if (args.kv_type == KvType::float16) {
-    attend<Half>(args, query, kv_head, scratch);
-  } else {
-    attend<float>(args, query, kv_head, scratch);
+inline Scratch carve(float* memory, const TileRows& rows, int head_dim, float* partial) {
+  const int padded_dim = attention_padded_dim(head_dim);
+  Scratch scratch;
+  scratch.scores = memory;
+  scratch.converted = scratch.scores + rows.per_head * kPartition;
+  scratch.partial = scratch.converted + (kConvert ? kGroupTiles * kKeyTile * head_dim : 0);
+  scratch.q = scratch.partial + rows.per_head * padded_dim;
+  scratch.states = reinterpret_cast<SoftmaxState*>(scratch.q + rows.total * head_dim);
+  scratch.visible = reinterpret_cast<Range*>(scratch.states + rows.per_head);
+  float* rest = reinterpret_cast<float*>(scratch.visible + rows.per_head);
+  scratch.result = attention_result(partial != nullptr ? partial : rest, rows.total, padded_dim);
+  return scratch;
+}
+
+template <typename KV>
+inline void attend(const AttentionArgs& args, const AttentionTile& tile, float* memory) {
+  const int head_dim = args.head_dim, padded_dim = attention_padded_dim(head_dim);
+  const TileRows rows = tile_rows(args, tile);
+  const Scratch scratch = carve(memory, rows, head_dim, tile.partial);
+  std::memset(scratch.result.out, 0, static_cast<size_t>(rows.total) * padded_dim * sizeof(float));
+  for (int row = 0; row < rows.total; ++row) {
+    scratch.result.states[row] = {kNegativeInfinity, 0.0f};
+    const float* q = args.q + rows.token(tile, row) * args.q_stride + rows.query_head(tile, row) * head_dim;
+    std::memcpy(scratch.q + row * head_dim, q, static_cast<size_t>(head_dim) * sizeof(float));
   }
+
+  const int position =
+      args.context_lens[tile.sequence] - args.query_start[tile.sequence + 1] + tile.first_row;
+  for (int partition = tile.first_partition; partition < tile.end_partition; ++partition) {
+    const int base = partition * kPartition;
+    for (int row = 0; row < rows.per_head; ++row) {
+      const int last = position + row / rows.group - base;  // the row's own position
+      const int begin = args.window > 0 ? last - args.window + 1 : 0;
+      scratch.visible[row] = {begin > 0 ? begin : 0, last < kPartition ? last + 1 : kPartition};
+    }
+    const Range any{scratch.visible[0].begin, scratch.visible[rows.per_head - 1].end};
+    PartitionTiles<KV> tiles = partition_tiles<KV>(args, tile, base, any);
+    for (int head = 0; head < tile.num_heads; ++head, tiles.advance_head()) {
+      for (int row = 0; row < rows.per_head; row += kPassRows) {
+        const int left = rows.per_head - row;
+        RowPass<KV> pass{.tiles = tiles,
+                         .visible = scratch.visible + row,
+                         .rows = left < kPassRows ? left : kPassRows,
+                         .first_row = head * rows.per_head + row,
+                         .fetch = row == 0 && tile.num_rows == 1,
+                         .more_heads = head + 1 < tile.num_heads};
+        attend(args, pass, padded_dim, scratch);
+      }
+    }
+  }
+  if (tile.partial == nullptr) write_output(args, tile, scratch.result, padded_dim);
+}
+
+inline void paged_attention(const AttentionArgs& args, const AttentionTile& tile, float* scratch) {
+  if (args.kv_type == KvType::float16) {
+    attend<Half>(args, tile, scratch);
+  } else {
+    attend<float>(args, tile, scratch);
+  }
+}
+
+inline void merge_attention(const AttentionArgs& args, const AttentionTile& tile, int num_partials) {
+  const int padded_dim = attention_padded_dim(args.head_dim), rows = tile_rows(args, tile).total;
+  const int64_t floats = attention_result_floats(rows, args.head_dim);
+  const AttentionResult result = attention_result(tile.partial, rows, padded_dim);
+  for (int i = 1; i < num_partials; ++i) {
+    const AttentionResult other = attention_result(tile.partial + i * floats, rows, padded_dim);
+    for (int row = 0; row < rows; ++row) {
+      if (other.states[row].sum == 0.0f) continue;  // the row sees none of the partition's keys
+      merge(result.states[row], result.out + row * padded_dim, other.states[row],
+            other.out + row * padded_dim, padded_dim);
+    }
+  }
+  write_output(args, tile, result, padded_dim);
 }
 
 }  // namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE

@@ -49,8 +49,8 @@ struct NibbleDot {
   static Weight weight(Quads a) { return a; }
 
   Int32x16 sum;
-  static NibbleDot start(const QuantizedGroup& group) {
-    return {splat_int32(OFFSET == 8 ? group.minus_8_sums : 0)};
+  static NibbleDot first(const QuantizedGroup& group, Weight u, Quads x) {
+    return {add_products(splat_int32(OFFSET == 8 ? group.minus_8_sums : 0), u, x)};
   }
   void add(Weight u, Quads x) { sum = add_products(sum, u, x); }
   Vec16 total(const QuantizedGroup&) const { return to_float(sum); }
@@ -65,7 +65,9 @@ struct ByteDot {
   }
 
   Int32x16 sum;
-  static ByteDot start(const QuantizedGroup& group) { return {splat_int32(group.minus_128_sums)}; }
+  static ByteDot first(const QuantizedGroup& group, Weight u, Quads x) {
+    return {add_products(splat_int32(group.minus_128_sums), u, x)};
+  }
   void add(Weight u, Quads x) { sum = add_products(sum, u, x); }
   Vec16 total(const QuantizedGroup&) const { return to_float(sum); }
 };
@@ -91,7 +93,9 @@ struct NibbleDot {
 
   // Two 16-bit lanes a column. A pair's sum is at most 2 * 15 * 127, and eight of them 30,480.
   __m256i lo, hi;
-  static NibbleDot start(const QuantizedGroup&) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  static NibbleDot first(const QuantizedGroup&, Weight u, Quads x) {
+    return {_mm256_maddubs_epi16(u.lo, x.lo), _mm256_maddubs_epi16(u.hi, x.hi)};
+  }
   void add(Weight u, Quads x) {
     lo = kept(_mm256_add_epi16(lo, _mm256_maddubs_epi16(u.lo, x.lo)));
     hi = kept(_mm256_add_epi16(hi, _mm256_maddubs_epi16(u.hi, x.hi)));
@@ -110,11 +114,14 @@ struct ByteDot {
   static Weight weight(Quads a) { return {a.lo, a.hi, _mm256_abs_epi8(a.lo), _mm256_abs_epi8(a.hi)}; }
 
   Int32x16 sum;
-  static ByteDot start(const QuantizedGroup&) { return {splat_int32(0)}; }
+  // A pair's sum is at most 2 * 128 * 127 = 32,512.
+  static Int32x16 products(Weight w, Quads x) {
+    return sum_pairs(_mm256_maddubs_epi16(w.magnitude_lo, _mm256_sign_epi8(x.lo, w.lo)),
+                     _mm256_maddubs_epi16(w.magnitude_hi, _mm256_sign_epi8(x.hi, w.hi)));
+  }
+  static ByteDot first(const QuantizedGroup&, Weight w, Quads x) { return {products(w, x)}; }
   void add(Weight w, Quads x) {
-    // A pair's sum is at most 2 * 128 * 127 = 32,512.
-    sum = sum + sum_pairs(_mm256_maddubs_epi16(w.magnitude_lo, _mm256_sign_epi8(x.lo, w.lo)),
-                          _mm256_maddubs_epi16(w.magnitude_hi, _mm256_sign_epi8(x.hi, w.hi)));
+    sum = sum + products(w, x);
     sum = {kept(sum.lo), kept(sum.hi)};
   }
   Vec16 total(const QuantizedGroup&) const { return to_float(sum); }

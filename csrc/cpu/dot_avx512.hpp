@@ -32,8 +32,9 @@ struct NibbleDot {
   static Weight weight(Quads a) { return a; }
 
   __m512i sum;
-  static NibbleDot start(const QuantizedGroup& group) {
-    return {OFFSET == 8 ? _mm512_set1_epi32(group.minus_8_sums) : _mm512_setzero_si512()};
+  static NibbleDot first(const QuantizedGroup& group, Weight u, Quads x) {
+    const __m512i start = OFFSET == 8 ? _mm512_set1_epi32(group.minus_8_sums) : _mm512_setzero_si512();
+    return {_mm512_dpbusd_epi32(start, u.v, x.v)};
   }
   void add(Weight u, Quads x) { sum = _mm512_dpbusd_epi32(sum, u.v, x.v); }
   Vec16 total(const QuantizedGroup&) const { return {_mm512_cvtepi32_ps(sum)}; }
@@ -45,7 +46,9 @@ struct ByteDot {
   static Weight weight(Quads a) { return {_mm512_xor_si512(a.v, _mm512_set1_epi8(-128))}; }
 
   __m512i sum;
-  static ByteDot start(const QuantizedGroup& group) { return {_mm512_set1_epi32(group.minus_128_sums)}; }
+  static ByteDot first(const QuantizedGroup& group, Weight u, Quads x) {
+    return {_mm512_dpbusd_epi32(_mm512_set1_epi32(group.minus_128_sums), u.v, x.v)};
+  }
   void add(Weight u, Quads x) { sum = _mm512_dpbusd_epi32(sum, u.v, x.v); }
   Vec16 total(const QuantizedGroup&) const { return {_mm512_cvtepi32_ps(sum)}; }
 };
@@ -66,7 +69,9 @@ struct NibbleDot {
 
   // Two 16-bit lanes a column. A pair's sum is at most 2 * 15 * 127, and eight of them 30,480.
   __m512i sum;
-  static NibbleDot start(const QuantizedGroup&) { return {_mm512_setzero_si512()}; }
+  static NibbleDot first(const QuantizedGroup&, Weight u, Quads x) {
+    return {_mm512_maddubs_epi16(u.v, x.v)};
+  }
   void add(Weight u, Quads x) { sum = kept(_mm512_add_epi16(sum, _mm512_maddubs_epi16(u.v, x.v))); }
   Vec16 total(const QuantizedGroup& group) const {
     __m512i wide = _mm512_madd_epi16(sum, _mm512_set1_epi16(1));
@@ -83,13 +88,14 @@ struct ByteDot {
   static Weight weight(Quads a) { return {_mm512_abs_epi8(a.v), _mm512_movepi8_mask(a.v)}; }
 
   __m512i sum;
-  static ByteDot start(const QuantizedGroup&) { return {_mm512_setzero_si512()}; }
-  void add(Weight w, Quads x) {
+  static __m512i products(Weight w, Quads x) {
     const __m512i signed_x = _mm512_mask_sub_epi8(x.v, w.negative, _mm512_setzero_si512(), x.v);
     // A pair's sum is at most 2 * 128 * 127 = 32,512.
     const __m512i pairs = _mm512_maddubs_epi16(w.magnitude, signed_x);
-    sum = kept(_mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1))));
+    return _mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
   }
+  static ByteDot first(const QuantizedGroup&, Weight w, Quads x) { return {products(w, x)}; }
+  void add(Weight w, Quads x) { sum = kept(_mm512_add_epi32(sum, products(w, x))); }
   Vec16 total(const QuantizedGroup&) const { return {_mm512_cvtepi32_ps(sum)}; }
 };
 

@@ -50,7 +50,11 @@ struct NibbleDot {
 
   // Two 16-bit lanes a column. A pair's sum is at most 2 * 15 * 127, and eight of them 30,480.
   Short8 sum[4];
-  static NibbleDot start(const QuantizedGroup&) { return {}; }
+  static NibbleDot first(const QuantizedGroup&, const Weight& u, const Quads& x) {
+    NibbleDot dot{};
+    dot.add(u, x);
+    return dot;
+  }
   void add(const Weight& u, const Quads& x) {
     for (int i = 0; i < 4; ++i) {
       sum[i] += (Short8)(u.v[i] & 0xff) * signed_even(x.v[i]) + (Short8)(u.v[i] >> 8) * signed_odd(x.v[i]);
@@ -68,7 +72,11 @@ struct ByteDot {
   static Weight weight(Quads a) { return a; }
 
   Int4 sum[4];
-  static ByteDot start(const QuantizedGroup&) { return {}; }
+  static ByteDot first(const QuantizedGroup&, const Weight& s, const Quads& x) {
+    ByteDot dot{};
+    dot.add(s, x);
+    return dot;
+  }
   void add(const Weight& s, const Quads& x) {
     for (int i = 0; i < 4; ++i) {
       // A pair's sum is at most 2 * 128 * 127 = 32,512.

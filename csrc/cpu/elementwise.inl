@@ -2,31 +2,10 @@
 #pragma once
 
 #include "kernels.hpp"
+#include "rows.inl"
 #include "simd.hpp"
 
 namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE {
-
-// Calls function(first, count) for vectors of `dim` elements: 16 lanes each, the last one perhaps fewer.
-template <typename Function>
-inline void for_each_vector(int64_t dim, Function function) {
-  int64_t i = 0;
-  for (; i + 16 <= dim; i += 16) function(i, 16);
-  if (i < dim) function(i, static_cast<int>(dim - i));
-}
-
-template <typename T>
-inline Vec16 load_lanes(const T* p, int count) {
-  return count == 16 ? load(p) : load_partial(p, count);
-}
-
-template <typename T>
-inline void store_lanes(T* p, Vec16 a, int count) {
-  if (count == 16) {
-    store_saturated(p, a);
-  } else {
-    store_partial(p, a, count);
-  }
-}
 
 // 1 / sqrt(mean(x^2) + eps)
 inline float inverse_rms(const float* x, int64_t dim, float eps) {
@@ -38,10 +17,11 @@ inline float inverse_rms(const float* x, int64_t dim, float eps) {
   return 1.0f / __builtin_sqrtf(sum_lanes(sum) / static_cast<float>(dim) + eps);
 }
 
-inline void normalize(const float* x, const float* weight, int64_t dim, float eps, float* out) {
+inline void normalize(const float* x, const float* weight, int64_t dim, float eps, const OutputRows& out,
+                      int64_t row) {
   const Vec16 factor = splat(inverse_rms(x, dim, eps));
-  for_each_vector(dim, [&](int64_t i, int count) {
-    store_lanes(out + i, load_lanes(x + i, count) * factor * load_lanes(weight + i, count), count);
+  write_row(out, row, 0, dim, [&](int64_t i, int count) {
+    return load_lanes(x + i, count) * factor * load_lanes(weight + i, count);
   });
 }
 
@@ -55,7 +35,7 @@ inline void rms_norm(const RmsNormArgs& args, int64_t first_row, int64_t last_ro
       });
       x = residual;
     }
-    normalize(x, args.weight, args.dim, args.eps, args.out + row * args.out_stride);
+    normalize(x, args.weight, args.dim, args.eps, args.out, row);
   }
 }
 
@@ -97,7 +77,7 @@ inline void rotary_and_cache(const RotaryArgs& args, int64_t first_row, int64_t 
     const float* cos = args.cos + static_cast<int64_t>(args.rope_rows[row]) * half;
     const float* sin = args.sin + static_cast<int64_t>(args.rope_rows[row]) * half;
     for (int head = 0; head < args.num_heads; ++head, q += head_dim) {
-      if (args.q_norm != nullptr) normalize(q, args.q_norm, head_dim, args.norm_eps, q);
+      if (args.q_norm != nullptr) normalize(q, args.q_norm, head_dim, args.norm_eps, {q}, 0);
       rotate(q, cos, sin, half);
     }
     const int64_t slot = args.slot_mapping[row];
@@ -105,7 +85,7 @@ inline void rotary_and_cache(const RotaryArgs& args, int64_t first_row, int64_t 
     for (int head = 0; head < args.num_kv_heads; ++head, k += head_dim, v += head_dim) {
       float key[kMaxHeadDim];
       if (args.k_norm != nullptr) {
-        normalize(k, args.k_norm, head_dim, args.norm_eps, key);
+        normalize(k, args.k_norm, head_dim, args.norm_eps, {key}, 0);
       } else {
         std::memcpy(key, k, static_cast<size_t>(head_dim) * sizeof(float));
       }
@@ -123,11 +103,10 @@ inline void silu_and_mul(const SiluArgs& args, int64_t first_row, int64_t last_r
   for (int64_t row = first_row; row < last_row; ++row) {
     const float* gate = args.x + row * args.x_stride;
     const float* up = gate + args.dim;
-    float* out = args.out + row * args.out_stride;
-    for_each_vector(args.dim, [&](int64_t i, int count) {
+    write_row(args.out, row, 0, args.dim, [&](int64_t i, int count) {
       const Vec16 g = load_lanes(gate + i, count);
       const Vec16 silu = g / (splat(1.0f) + exp(splat(0.0f) - g));
-      store_lanes(out + i, silu * load_lanes(up + i, count), count);
+      return silu * load_lanes(up + i, count);
     });
   }
 }

@@ -17,20 +17,9 @@ inline constexpr int kPartitionTiles = kPartition / kKeyTile;
 inline constexpr int kMaxHeadDim = 256;
 inline constexpr int kSampleBlock = 64;  // logits that share an entry in the tables of block maxima and sums
 
-enum class KvType { float32, float16 };
+inline constexpr int kSumThresholds = 8;
 
-// residual == nullptr: out = x / rms(x) * weight. Otherwise residual += x first, and out comes from residual.
-struct RmsNormArgs {
-  const float* x;
-  int64_t x_stride;
-  float* residual;
-  int64_t residual_stride;
-  const float* weight;
-  int64_t dim;
-  float eps;
-  float* out;
-  int64_t out_stride;
-};
+enum class KvType { float32, float16 };
 
 // A group of a row's activations for products with quantised weights: values * scale, scale = max|x| / 127.
 struct QuantizedGroup {
@@ -41,20 +30,42 @@ struct QuantizedGroup {
   int8_t values[kGroup];  // -127 .. 127
 };
 
-// Groups of all rows side by side: group g of row r is out[g * out_stride + r].
+// Quantised rows are QuantizedGroup[elements / kGroup][stride], the same group of all rows side by side. The
+// stride is odd, so that the groups of a row do not fall into one cache set.
+static constexpr int64_t quantized_stride(int64_t rows) { return rows | 1; }
+
+// Where an operation writes its rows: float32, element i of row r at [r * stride + i], or quantised, group g
+// of row r at [g * stride + r].
+struct OutputRows {
+  void* data;
+  int64_t stride = 0;
+  bool quantized = false;
+};
+
+// residual == nullptr: out = x / rms(x) * weight. Otherwise residual += x first, and out comes from residual.
+struct RmsNormArgs {
+  const float* x;
+  int64_t x_stride;
+  float* residual;
+  int64_t residual_stride;
+  const float* weight;
+  int64_t dim;
+  float eps;
+  OutputRows out;
+};
+
 struct QuantizeArgs {
   const float* x;
   int64_t x_stride;
   int64_t k;  // a multiple of kGroup
-  QuantizedGroup* out;
-  int64_t out_stride;
+  OutputRows out;  // quantised
 };
 
 // out[M, n] = x[M, k] @ W[n, k]^T + bias, W being panels of one format.
 struct LinearArgs {
   const float* x;  // read by products with plain weights
   int64_t x_stride;
-  const QuantizedGroup* quantized;  // x as quantize_rows wrote it, read by products with quantised weights
+  const QuantizedGroup* quantized;  // x quantised, read by products with quantised weights
   int64_t quantized_stride;
   const uint8_t* panels;
   int64_t panel_bytes;
@@ -84,8 +95,7 @@ struct RotaryArgs {
 struct AttentionArgs {
   const float* q;
   int64_t q_stride;
-  float* out;
-  int64_t out_stride;
+  OutputRows out;
   int num_heads, num_kv_heads, head_dim;
   float scale;
   int window;      // 0: none
@@ -99,17 +109,32 @@ struct AttentionArgs {
   int block_size;
 };
 
-// Consecutive query tokens of one sequence, which share each load of K and V.
-struct QueryTile {
+// Consecutive query tokens of one sequence, which share each load of K and V, with some of the KV heads, over
+// some of the context's partitions.
+struct AttentionTile {
   int32_t sequence, first_row, num_rows;
+  int32_t first_head, num_heads;
+  int32_t first_partition, end_partition;
+  float* partial;  // attention_result_floats() to leave the result in; nullptr: it goes to the output
+};
+
+// The running softmax of one row: output not yet divided by `sum`, relative to `maximum`.
+struct SoftmaxState {
+  float maximum;
+  float sum;  // 0: nothing seen yet
+};
+
+// What attention over some keys gives.
+struct AttentionResult {
+  SoftmaxState* states;  // [rows]
+  float* out;            // [rows][attention_padded_dim]
 };
 
 struct SiluArgs {
   const float* x;  // rows of [gate(dim) | up(dim)]
   int64_t x_stride;
   int64_t dim;
-  float* out;
-  int64_t out_stride;
+  OutputRows out;
 };
 
 struct RowMaximum {
@@ -133,8 +158,10 @@ struct Kernels {
   WeightKernels weights[kNumWeightFormats];  // by WeightFormat
   void (*rotary_and_cache)(const RotaryArgs&, int64_t first_row, int64_t last_row);
   void (*silu_and_mul)(const SiluArgs&, int64_t first_row, int64_t last_row);
-  // scratch: attention_scratch_floats() floats, aligned to 64 bytes.
-  void (*paged_attention)(const AttentionArgs&, const QueryTile&, int kv_head, float* scratch);
+  // scratch: attention_scratch_floats() floats.
+  void (*paged_attention)(const AttentionArgs&, const AttentionTile&, float* scratch);
+  // Merges `num_partials` results, which follow each other from tile.partial on, into the output.
+  void (*merge_attention)(const AttentionArgs&, const AttentionTile&, int num_partials);
 
   // Over x[0..count), in blocks of kSampleBlock where tables are named:
   RowMaximum (*row_maximum)(const float* x, int64_t count);
@@ -147,20 +174,36 @@ struct Kernels {
   int64_t (*collect)(const float* x, int64_t count, const float* block_maxima, float threshold, float* values,
                      int32_t* indices);
   int64_t (*count_greater)(const float* x, int64_t count, float threshold);
+  // The same for values in [low, high).
+  int64_t (*collect_between)(const float* x, int64_t count, float low, float high, float* values,
+                             int32_t* indices);
+  // Of positive values: each block's sum of those >= threshold; the sums of those >= each of kSumThresholds
+  // thresholds, precise to about 1e-5.
+  void (*block_sums_at_least)(const float* x, int64_t count, float threshold, double* sums);
+  void (*sums_at_least)(const float* x, int64_t count, const float* thresholds, double* sums);
+  // out = x where both masks have a 1 (bit i % 32 of word i / 32; second may be nullptr), else -inf.
+  void (*masked_copy)(const float* x, int64_t count, const uint32_t* first, const uint32_t* second,
+                      float* out);
 };
 
-// Rows (tokens times query heads of one KV head) that one attention tile holds at most.
-constexpr int attention_tile_rows(int group) { return group > 24 ? group : 24; }
-constexpr int attention_tile_tokens(int group) {
+// Rows (tokens times query heads) that one attention tile holds at most, tokens, and KV heads.
+static constexpr int attention_tile_rows(int group) { return group > 24 ? group : 24; }
+static constexpr int attention_tile_tokens(int group) {
   const int tokens = 24 / group;
   return tokens > 8 ? 8 : tokens < 1 ? 1 : tokens;
 }
-inline constexpr int kAttentionBlockRows = 6;  // rows whose scores are held at once, at most
-
-constexpr int64_t attention_scratch_floats(int group, int head_dim) {
-  const int64_t padded_dim = (head_dim + 15) / 16 * 16;
-  const int64_t rows = attention_tile_rows(group);
-  return kAttentionBlockRows * (kPartition + padded_dim) + rows * (head_dim + padded_dim + 2);
+static constexpr int attention_tile_heads(int group, int tokens) {
+  const int heads = 24 / (group * tokens);
+  return heads < 1 ? 1 : heads;
+}
+static constexpr int attention_padded_dim(int head_dim) { return (head_dim + 15) / 16 * 16; }
+static constexpr int64_t attention_result_floats(int rows, int head_dim) {
+  return (int64_t{rows} * (attention_padded_dim(head_dim) + 2) + 15) / 16 * 16;
+}
+static constexpr int64_t attention_scratch_floats(int group, int head_dim) {
+  const int rows = attention_tile_rows(group);
+  return rows * (kPartition + attention_padded_dim(head_dim) + head_dim + 4) + 64 * head_dim +
+         attention_result_floats(rows, head_dim);
 }
 
 extern const Kernels kPortableKernels;

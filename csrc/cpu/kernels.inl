@@ -10,6 +10,7 @@
 #include "elementwise.inl"
 #include "matmul.inl"
 #include "quantized.inl"
+#include "rows.inl"
 #include "sampling.inl"
 
 namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE {
@@ -28,11 +29,16 @@ constexpr Kernels make_kernels(const char* name) {
       .rotary_and_cache = rotary_and_cache,
       .silu_and_mul = silu_and_mul,
       .paged_attention = paged_attention,
+      .merge_attention = merge_attention,
       .row_maximum = row_maximum,
       .block_maxima = block_maxima,
       .softmax_weights = softmax_weights,
       .collect = collect,
       .count_greater = count_greater,
+      .collect_between = collect_between,
+      .block_sums_at_least = block_sums_at_least,
+      .sums_at_least = sums_at_least,
+      .masked_copy = masked_copy,
   };
 }
 

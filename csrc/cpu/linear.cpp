@@ -1,5 +1,6 @@
 // The operations that read packed weights.
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -52,10 +53,6 @@ class EmbeddingOp final : public Op {
   int64_t rows_ = 0;
 };
 
-// Rows of activations as products with quantised weights read them: QuantizedGroup[k / kGroup][stride].
-// The stride is odd, so that the groups of a row do not fall into one cache set.
-constexpr int64_t quantized_stride(int64_t rows) { return rows | 1; }
-
 class QuantizeOp final : public Op {
  public:
   QuantizeOp(const QuantizeArgs& args, bool on_outputs, std::shared_ptr<Scratch> scratch)
@@ -63,14 +60,14 @@ class QuantizeOp final : public Op {
 
   int64_t prepare(const RunSizes& sizes, int) override {
     rows_ = on_outputs_ ? sizes.outputs : sizes.tokens;
-    args_.out_stride = quantized_stride(rows_);
-    scratch_->reserve(static_cast<size_t>(args_.k / kGroup * args_.out_stride) * sizeof(QuantizedGroup));
+    args_.out.stride = quantized_stride(rows_);
+    scratch_->reserve(static_cast<size_t>(args_.k / kGroup * args_.out.stride) * sizeof(QuantizedGroup));
     return (rows_ + rows_per_tile_ - 1) / rows_per_tile_;
   }
 
   void run_tile(int64_t tile, int) noexcept override {
     QuantizeArgs args = args_;
-    args.out = static_cast<QuantizedGroup*>(scratch_->data());
+    args.out.data = scratch_->data();
     const int64_t first = tile * rows_per_tile_;
     kernels().quantize_rows(args, first, std::min(first + rows_per_tile_, rows_));
   }
@@ -124,7 +121,7 @@ class LinearOp final : public Op {
     const Part* part = parts_.data();
     for (; group >= num_groups_of(*part); ++part) group -= num_groups_of(*part);
     LinearArgs args = part->args;
-    args.quantized = static_cast<const QuantizedGroup*>(scratch_->data());
+    if (scratch_ != nullptr) args.quantized = static_cast<const QuantizedGroup*>(scratch_->data());
     args.quantized_stride = quantized_stride(rows_);
     const int64_t first_row = tile % num_row_blocks_ * rows_per_block_;
     const int64_t first_panel = group * panels_per_group_;
@@ -142,17 +139,13 @@ class LinearOp final : public Op {
     int64_t num_panels;
   };
 
-  static int weight_kernels_index(const PackedMatrix::Segment& segment) {
-    return static_cast<int>(segment.format);
-  }
-
   int64_t num_groups_of(const Part& part) const {
     return (part.num_panels + panels_per_group_ - 1) / panels_per_group_;
   }
 
   const MatrixPtr weight_;  // keeps the panels
   const bool on_outputs_;
-  const std::shared_ptr<Scratch> scratch_;
+  const std::shared_ptr<Scratch> scratch_;  // of x quantised; nullptr: x was given so
   std::vector<Part> parts_;
   int64_t num_panels_ = 0, panel_bytes_ = 1;
   int64_t rows_ = 0, rows_per_block_ = 1, num_row_blocks_ = 1, panels_per_group_ = 1;
@@ -179,6 +172,7 @@ std::vector<std::unique_ptr<Op>> make_linear(const float* x, int64_t x_stride, c
                   [](const auto& segment) { return format_info(segment.format).quantized; })) {
     QuantizeArgs args{};
     args.x = x, args.x_stride = x_stride, args.k = weight->k();
+    args.out.quantized = true;
     ops.push_back(std::make_unique<QuantizeOp>(args, on_outputs, scratch));
   }
   LinearArgs args{};
@@ -186,6 +180,21 @@ std::vector<std::unique_ptr<Op>> make_linear(const float* x, int64_t x_stride, c
   args.bias = bias, args.out = out, args.out_stride = out_stride;
   ops.push_back(std::make_unique<LinearOp>(args, weight, on_outputs, scratch));
   return ops;
+}
+
+std::unique_ptr<Op> make_linear_of_quantized(const QuantizedGroup* x, const MatrixPtr& weight,
+                                             const float* bias, float* out, int64_t out_stride,
+                                             bool on_outputs) {
+  check_at_least("weight.n", weight->n(), 1);
+  check_address("x", x);
+  check_rows("out", out, out_stride, weight->n());
+  if (!weight->is_quantized()) {
+    throw std::invalid_argument("a product with quantised x takes quantised weights only");
+  }
+  LinearArgs args{};
+  args.quantized = x, args.k = weight->k();
+  args.bias = bias, args.out = out, args.out_stride = out_stride;
+  return std::make_unique<LinearOp>(args, weight, on_outputs, nullptr);
 }
 
 }  // namespace streamllm::cpu

@@ -13,7 +13,17 @@ namespace streamllm::cpu {
 
 using MatrixPtr = std::shared_ptr<const PackedMatrix>;
 
-// Rows of logits to tokens. Arrays have one entry per output row.
+// Which values a row's logprobs come from, and whether they are normalised.
+enum class LogprobsMode : int32_t { raw_logprobs = 0, processed_logprobs, raw_logits, processed_logits };
+
+// Tokens of rows that have none.
+inline constexpr int32_t kNotFinite = -1;       // the row's logits hold NaN, +inf or nothing but -inf
+inline constexpr int32_t kNothingAllowed = -2;  // every token is forbidden
+
+// Rows of logits to tokens. Arrays have one entry per output row; of addresses, 0 stands for none.
+//
+// In this order: replacement, bias, penalties, bans (masks and banned ids), temperature, min-p, top-k, top-p,
+// draw. Raw logprobs are those of the logits as they came.
 struct SampleArgs {
   const float* logits;
   int64_t logits_stride;
@@ -26,7 +36,13 @@ struct SampleArgs {
   const int32_t* choice;
   const int32_t* position;
   const int32_t* num_logprobs;  // -1: none, and logprob and rank are not written
-  int32_t* token;               // -1: the row holds NaN, +inf or nothing but -inf
+  const int32_t* logprobs_mode;
+  const int64_t* edits;         // addresses of RowEdits
+  const int64_t* allowed_mask;  // addresses of uint32[ceil(vocab_size / 32)]: bit id % 32 of word id / 32
+  const int64_t* grammar_mask;  // the same; a token must be in both
+  const int64_t* replacement;   // addresses of float32[vocab_size], taken instead of the row's logits
+  const int32_t* target;        // >= 0: this token's raw logprob is reported, and nothing is drawn
+  int32_t* token;
   float* logprob;
   int32_t* rank;
   int32_t* top_ids;     // [outputs][max_logprobs]
@@ -43,6 +59,10 @@ std::unique_ptr<Op> make_embedding(const int32_t* token_ids, MatrixPtr weight, f
 std::vector<std::unique_ptr<Op>> make_linear(const float* x, int64_t x_stride, const MatrixPtr& weight,
                                              const float* bias, float* out, int64_t out_stride,
                                              bool on_outputs, const std::shared_ptr<Scratch>& scratch);
+// The same for x that another operation of the plan has written quantised.
+std::unique_ptr<Op> make_linear_of_quantized(const QuantizedGroup* x, const MatrixPtr& weight,
+                                             const float* bias, float* out, int64_t out_stride,
+                                             bool on_outputs);
 std::unique_ptr<Op> make_rms_norm(const RmsNormArgs& args);
 std::unique_ptr<Op> make_rotary_and_cache(const RotaryArgs& args);
 std::unique_ptr<Op> make_paged_attention(const AttentionArgs& args, int num_threads);

@@ -1,6 +1,7 @@
 // A weight in the layout that the matrix product reads.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -33,6 +34,11 @@ class PackedMatrix {
 
   int64_t n() const { return n_; }
   int64_t k() const { return k_; }
+  // Whether all rows are, so that a product takes its activations quantised.
+  bool is_quantized() const {
+    return std::all_of(segments_.begin(), segments_.end(),
+                       [](const Segment& segment) { return format_info(segment.format).quantized; });
+  }
   size_t num_bytes() const { return num_bytes_; }
   const std::vector<Segment>& segments() const { return segments_; }
 

@@ -1,47 +1,17 @@
 // Matrix product of quantised weights with activations quantised to 8 bits in groups of 32 along k.
 //
 // An output element is a chain over the groups from k = 0 on:
-//   sum = sum + dot * weight scale * activation scale          (+ activation sum * weight minimum)
-// where dot is an exact integer. Multiplications and additions round one by one, never fused, so that all
-// instruction sets give the same bits.
+//   sum = fma(dot, weight scale * activation scale, sum)       then, if there are minima,
+//   sum = fma(weight minimum, activation sum, sum)
+// where dot is an exact integer: all instruction sets that fuse multiply and add give the same bits.
 #pragma once
 
 #include "dot.hpp"
 #include "kernels.hpp"
+#include "rows.inl"
 #include "simd.hpp"
 
 namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE {
-
-// Groups whose largest magnitude is below this count as zeros: 127 divided by it must be finite.
-inline constexpr float kSmallestMagnitude = 1e-30f;
-
-inline void quantize_group(const float* x, QuantizedGroup& out) {
-  const Vec16 low = load(x), high = load(x + 16);
-  const float largest = max_lanes(max(absolute(low), absolute(high)));
-  const bool finite = bits(unordered(low - low, high - high)) == 0;
-  const bool zero = !finite || largest < kSmallestMagnitude;
-  const Vec16 factor = splat(zero ? 0.0f : 127.0f / largest);
-  const Vec16 shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Mask16 keep = zero ? no_lanes() : lanes_between(0, 16);
-  const Vec16 low_values = select(keep, low * factor + shift - shift, splat(0.0f));
-  const Vec16 high_values = select(keep, high * factor + shift - shift, splat(0.0f));
-  store_int8(out.values, low_values);
-  store_int8(out.values + 16, high_values);
-  const float sum = sum_lanes(low_values + high_values);  // exact: integers
-  out.scale = !finite ? __builtin_nanf("") : zero ? 0.0f : largest / 127.0f;
-  out.scaled_sum = out.scale * sum;
-  out.minus_8_sums = -8 * static_cast<int32_t>(sum);
-  out.minus_128_sums = -128 * static_cast<int32_t>(sum);
-}
-
-inline void quantize_rows(const QuantizeArgs& args, int64_t first_row, int64_t last_row) {
-  for (int64_t row = first_row; row < last_row; ++row) {
-    const float* x = args.x + row * args.x_stride;
-    for (int64_t group = 0; group < args.k / kGroup; ++group) {
-      quantize_group(x + group * kGroup, args.out[group * args.out_stride + row]);
-    }
-  }
-}
 
 // The formats' micro-kernels. A block (weight_format.hpp) has two slices of kLoads vectors of words each; a
 // vector gives one or two quads, which stand at quad_index in the group.
@@ -106,7 +76,6 @@ template <typename Format, int ROWS, int SLICES>
   const uint8_t* block = tile.blocks;
   for (int64_t group = 0; group < tile.num_groups; ++group) {
     Dot dot[ROWS][SLICES];
-    unroll<ROWS>([&](int r) { unroll<SLICES>([&](int s) { dot[r][s] = Dot::start(x[r]); }); });
     for (int64_t byte = 0; byte < Format::kBlockBytes; byte += 64) prefetch(block + kPrefetchBytes + byte);
     unroll<Format::kLoads>([&](int load) {
       Quads words[SLICES];
@@ -118,17 +87,24 @@ template <typename Format, int ROWS, int SLICES>
         unroll<SLICES>([&](int s) { weight[s] = Dot::weight(Format::quads(words[s], part)); });
         unroll<ROWS>([&](int r) {
           const Quads value = splat_quad(x[r].values + 4 * Format::quad_index(load, part));
-          unroll<SLICES>([&](int s) { dot[r][s].add(weight[s], value); });
+          unroll<SLICES>([&](int s) {
+            if (load + part == 0) {
+              dot[r][s] = Dot::first(x[r], weight[s], value);
+            } else {
+              dot[r][s].add(weight[s], value);
+            }
+          });
         });
       });
     });
     unroll<SLICES>([&](int s) {
       const int column = (tile.first_slice + s) * 16;
       const Vec16 scale = load(Format::scales(block) + column);
-      unroll<ROWS>([&](int r) { sum[r][s] = sum[r][s] + dot[r][s].total(x[r]) * scale * splat(x[r].scale); });
+      unroll<ROWS>(
+          [&](int r) { sum[r][s] = fma(dot[r][s].total(x[r]), scale * splat(x[r].scale), sum[r][s]); });
       if constexpr (Format::kMinimum) {
         const Vec16 minimum = load(Format::minima(block) + column);
-        unroll<ROWS>([&](int r) { sum[r][s] = sum[r][s] + minimum * splat(x[r].scaled_sum); });
+        unroll<ROWS>([&](int r) { sum[r][s] = fma(minimum, splat(x[r].scaled_sum), sum[r][s]); });
       }
     });
     x += tile.x_stride;

@@ -99,6 +99,60 @@ inline int64_t collect(const float* x, int64_t count, const float* block_maxima,
   return found;
 }
 
+// Appends, in index order, the values in [low, high) and their indices; returns how many.
+inline int64_t collect_between(const float* x, int64_t count, float low, float high, float* values,
+                               int32_t* indices) {
+  int64_t found = 0;
+  for_each_vector(count, [&](int64_t i, int lanes) {
+    const Vec16 a = load_lanes(x + i, lanes);
+    uint32_t kept = bits(greater_equal(a, splat(low))) & bits(less(a, splat(high))) & ((1u << lanes) - 1u);
+    for (; kept != 0; kept &= kept - 1) {
+      const int64_t index = i + __builtin_ctz(kept);
+      values[found] = x[index];
+      indices[found++] = static_cast<int32_t>(index);
+    }
+  });
+  return found;
+}
+
+inline void block_sums_at_least(const float* x, int64_t count, float threshold, double* sums) {
+  for (int64_t begin = 0; begin < count; begin += kSampleBlock) {
+    Double8 sum = double_zero();
+    for_each_vector(block_end(begin, count) - begin, [&](int64_t i, int lanes) {
+      const Vec16 a = load_lanes(x + begin + i, lanes);
+      sum = add_lanes(sum, select(greater_equal(a, splat(threshold)), a, splat(0.0f)));
+    });
+    sums[begin / kSampleBlock] = sum_lanes(sum);
+  }
+}
+
+inline void sums_at_least(const float* x, int64_t count, const float* thresholds, double* sums) {
+  constexpr int64_t kStretch = 1024;  // what is summed in float32: few enough to be precise
+  for (int t = 0; t < kSumThresholds; ++t) sums[t] = 0.0;
+  for (int64_t begin = 0; begin < count; begin += kStretch) {
+    Vec16 partial[kSumThresholds];
+    unroll<kSumThresholds>([&](int t) { partial[t] = splat(0.0f); });
+    for_each_vector(count - begin < kStretch ? count - begin : kStretch, [&](int64_t i, int lanes) {
+      const Vec16 a = load_lanes(x + begin + i, lanes);
+      unroll<kSumThresholds>([&](int t) {
+        partial[t] = partial[t] + select(greater_equal(a, splat(thresholds[t])), a, splat(0.0f));
+      });
+    });
+    for (int t = 0; t < kSumThresholds; ++t) sums[t] += static_cast<double>(sum_lanes(partial[t]));
+  }
+}
+
+// out = x where every mask that is there (bit i % 32 of word i / 32) has a 1, else -inf.
+inline void masked_copy(const float* x, int64_t count, const uint32_t* first, const uint32_t* second,
+                        float* out) {
+  for_each_vector(count, [&](int64_t i, int lanes) {
+    uint32_t allowed = first[i / 32];
+    if (second != nullptr) allowed &= second[i / 32];
+    const Mask16 kept = lanes_of((allowed >> (i % 32)) & 0xffffu);
+    store_lanes(out + i, select(kept, load_lanes(x + i, lanes), splat(kLowest)), lanes);
+  });
+}
+
 inline int64_t count_greater(const float* x, int64_t count, float threshold) {
   int64_t found = 0;
   for_each_vector(count, [&](int64_t i, int lanes) {

@@ -31,8 +31,6 @@ inline void unroll(Function function) {
   }(std::make_integer_sequence<int, COUNT>());
 }
 
-inline Vec16 absolute(Vec16 a) { return max(a, splat(0.0f) - a); }
-
 inline Vec16 load_partial(const Half* source, int count) {
   Half lanes[16] = {};
   std::memcpy(lanes, source, static_cast<size_t>(count) * sizeof(Half));

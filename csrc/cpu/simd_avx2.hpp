@@ -68,12 +68,30 @@ inline void store_partial(float* p, Vec16 a, int count) {
   _mm256_maskstore_ps(p + 8, _mm256_castps_si256(mask.hi), a.hi);
 }
 
-// Lanes that are integers between -128 and 127.
-inline void store_int8(int8_t* p, Vec16 a) {
-  const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi));
-  const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
-                   _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1)));
+// max|a|, max|b| over all lanes: infinity or NaN if there is any.
+inline float largest_magnitude(Vec16 a, Vec16 b) {
+  // As integers, magnitudes are in order, and NaNs are above infinity.
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+  const auto without_sign = [&](__m256 x) { return _mm256_and_si256(_mm256_castps_si256(x), magnitude); };
+  const __m256i eight = _mm256_max_epu32(_mm256_max_epu32(without_sign(a.lo), without_sign(a.hi)),
+                                         _mm256_max_epu32(without_sign(b.lo), without_sign(b.hi)));
+  __m128i four = _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  four = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0x4e));
+  four = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0xb1));
+  return _mm_cvtss_f32(_mm_castsi128_ps(four));
+}
+
+// Stores a and b, whose lanes lie between -127 and 127, rounded to integers; returns their sum.
+inline int32_t store_rounded(int8_t* p, Vec16 a, Vec16 b) {
+  const __m256i words_a = _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi));
+  const __m256i words_b = _mm256_packs_epi32(_mm256_cvtps_epi32(b.lo), _mm256_cvtps_epi32(b.hi));
+  const __m256i bytes = _mm256_packs_epi16(words_a, words_b);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(bytes, order));
+  const __m256i pairs = _mm256_madd_epi16(_mm256_add_epi16(words_a, words_b), _mm256_set1_epi16(1));
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
 
 inline Vec16 operator+(Vec16 a, Vec16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
@@ -100,6 +118,14 @@ inline Mask16 no_lanes() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline uint32_t bits(Mask16 a) {
   return static_cast<uint32_t>(_mm256_movemask_ps(a.lo)) |
          (static_cast<uint32_t>(_mm256_movemask_ps(a.hi)) << 8);
+}
+// Lane i is bit i.
+inline Mask16 lanes_of(uint32_t bits) {
+  const __m256i all = _mm256_set1_epi32(static_cast<int>(bits));
+  const __m256i low = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i high = _mm256_slli_epi32(low, 8);
+  return {_mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, low), low)),
+          _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, high), high))};
 }
 inline Vec16 select(Mask16 mask, Vec16 a, Vec16 b) {
   return {_mm256_blendv_ps(b.lo, a.lo, mask.lo), _mm256_blendv_ps(b.hi, a.hi, mask.hi)};

@@ -49,9 +49,24 @@ inline void store_partial(float* p, Vec16 a, int count) {
   _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << count) - 1u), a.v);
 }
 
-// Lanes that are integers between -128 and 127.
-inline void store_int8(int8_t* p, Vec16 a) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
+// max|a|, max|b| over all lanes: infinity or NaN if there is any.
+inline float largest_magnitude(Vec16 a, Vec16 b) {
+  // As integers, magnitudes are in order, and NaNs are above infinity.
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  const __m512i larger = _mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(a.v), magnitude),
+                                          _mm512_and_si512(_mm512_castps_si512(b.v), magnitude));
+  const uint32_t largest = _mm512_reduce_max_epu32(larger);
+  float result;
+  std::memcpy(&result, &largest, sizeof result);
+  return result;
+}
+
+// Stores a and b, whose lanes lie between -127 and 127, rounded to integers; returns their sum.
+inline int32_t store_rounded(int8_t* p, Vec16 a, Vec16 b) {
+  const __m512i low = _mm512_cvtps_epi32(a.v), high = _mm512_cvtps_epi32(b.v);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(low));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 16), _mm512_cvtepi32_epi8(high));
+  return _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
 }
 
 inline Vec16 operator+(Vec16 a, Vec16 b) { return {_mm512_add_ps(a.v, b.v)}; }
@@ -68,6 +83,8 @@ inline Mask16 unordered(Vec16 a, Vec16 b) { return {_mm512_cmp_ps_mask(a.v, b.v,
 inline Mask16 operator|(Mask16 a, Mask16 b) { return {static_cast<__mmask16>(a.v | b.v)}; }
 inline Mask16 no_lanes() { return {0}; }
 inline uint32_t bits(Mask16 a) { return a.v; }
+// Lane i is bit i.
+inline Mask16 lanes_of(uint32_t bits) { return {static_cast<__mmask16>(bits)}; }
 // Lanes first <= i < last.
 inline Mask16 lanes_between(int first, int last) {
   return {static_cast<__mmask16>(((1u << last) - 1u) & ~((1u << first) - 1u))};

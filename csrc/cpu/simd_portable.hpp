@@ -80,11 +80,32 @@ inline void store_partial(float* p, Vec16 a, int count) {
   std::memcpy(p, &a, static_cast<size_t>(count) * sizeof(float));
 }
 
-// Lanes that are integers between -128 and 127.
-inline void store_int8(int8_t* p, Vec16 a) {
-  float lanes[16];
-  store(lanes, a);
-  for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(lanes[i]);
+// max|a|, max|b| over all lanes: infinity or NaN if there is any.
+inline float largest_magnitude(Vec16 a, Vec16 b) {
+  // As integers, magnitudes are in order, and NaNs are above infinity.
+  Int4 largest{};
+  for (int i = 0; i < 4; ++i) {
+    const Int4 x = (Int4)a.v[i] & 0x7fffffff, y = (Int4)b.v[i] & 0x7fffffff;
+    largest = x > largest ? x : largest;
+    largest = y > largest ? y : largest;
+  }
+  int32_t bits = 0;
+  for (int i = 0; i < 4; ++i) bits = largest[i] > bits ? largest[i] : bits;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+// Stores a and b, whose lanes lie between -127 and 127, rounded to integers; returns their sum.
+inline int32_t store_rounded(int8_t* p, Vec16 a, Vec16 b) {
+  const Float4 shift = Float4{} + 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
+  Int4 sums{};
+  for (int i = 0; i < 8; ++i) {
+    const Int4 integers = (Int4)((i < 4 ? a.v[i] : b.v[i - 4]) + shift) - (Int4)shift;
+    sums += integers;
+    for (int lane = 0; lane < 4; ++lane) p[4 * i + lane] = static_cast<int8_t>(integers[lane]);
+  }
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
 inline Vec16 operator+(Vec16 a, Vec16 b) {
@@ -127,6 +148,13 @@ inline uint32_t bits(Mask16 a) {
   uint32_t result = 0;
   for (int i = 0; i < 16; ++i) result |= a.v[i / 4][i % 4] != 0 ? 1u << i : 0u;
   return result;
+}
+// Lane i is bit i.
+inline Mask16 lanes_of(uint32_t bits) {
+  return map_mask([&](int i) {
+    const Int4 lane = Int4{1, 2, 4, 8} << (4 * i);
+    return (static_cast<int32_t>(bits) & lane) != 0;
+  });
 }
 // Lanes first <= i < last.
 inline Mask16 lanes_between(int first, int last) {

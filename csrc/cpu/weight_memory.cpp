@@ -6,6 +6,8 @@
 #include <mutex>
 #include <new>
 
+#include "memory_placement.hpp"
+
 namespace streamllm::cpu {
 
 namespace {
@@ -19,9 +21,7 @@ class Mapping {
       : num_bytes_(num_bytes),
         memory_(mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {
     if (memory_ == MAP_FAILED) throw std::bad_alloc();
-#if defined(MADV_HUGEPAGE)
-    madvise(memory_, num_bytes_, MADV_HUGEPAGE);
-#endif
+    place_memory(memory_, num_bytes_);
   }
   ~Mapping() { munmap(memory_, num_bytes_); }
   Mapping(const Mapping&) = delete;

@@ -7,7 +7,7 @@ import sys
 from typing import NoReturn
 
 from streamllm import __version__
-from streamllm.cli import serve
+from streamllm.cli import collect_env, serve
 from streamllm.errors import ConfigError, StreamLLMError
 
 
@@ -33,6 +33,14 @@ def build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         allow_abbrev=False,
     )
     serve.add_arguments(serve_parser)
+    collect_env.add_arguments(
+        commands.add_parser(
+            "collect-env",
+            help="describe this machine, the kernels in use and why, for bug reports",
+            description="Describe this machine, the kernels in use and why, for bug reports.",
+            allow_abbrev=False,
+        )
+    )
     return parser, serve_parser
 
 
@@ -49,8 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
             options = serve_parser.parse_args(serve.prepare(arguments[1:], serve_parser))
             return serve.run(options)
         options = parser.parse_args(arguments)
-        if options.command is None:
-            parser.print_help()
+        if options.command == "collect-env":
+            return collect_env.run(options)
+        parser.print_help()
         return 0
     except ConfigError as error:
         print(f"streamllm: error: {error}", file=sys.stderr)

@@ -2,7 +2,8 @@
 
 Calls do not compute. They note operations over symbolic buffers; :meth:`CpuOps.compile` then knows when each
 buffer is used for the last time, places them in one arena where dead ones are reused, and emits a native plan
-that is replayed with a single call a step, without the interpreter lock.
+that is replayed with a single call a step, without the interpreter lock. What only products with quantised
+weights read is written quantised to begin with.
 """
 
 from __future__ import annotations
@@ -38,12 +39,15 @@ class PlanBuffer:
         width: elements of a row that count.
         stride: elements from row to row.
         address: where it lies; 0 until its plan is compiled.
+        quantized: the rows are 8-bit groups instead, ``[width / 32, rows]``, as products with quantised
+            weights read them; known when its plan is compiled.
     """
 
     on_outputs: bool
     width: int
     stride: int
     address: int = 0
+    quantized: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,17 @@ class PackedLinear:
 
 @dataclass(frozen=True)
 class _Operation:
+    """One recorded call.
+
+    Attributes:
+        buffers: all that it reads or writes.
+        emit: adds it to a native plan.
+        quantizable: those of ``buffers`` that it can write, or read, quantised.
+    """
+
     buffers: tuple[PlanBuffer, ...]
     emit: Callable[[Any], None]
+    quantizable: frozenset[PlanBuffer]
 
 
 def row_stride(width: int) -> int:
@@ -79,6 +92,20 @@ def _aligned(num_bytes: int) -> np.ndarray:
     raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + num_bytes]
+
+
+def _whole_groups(out: PlanBuffer, width: int) -> frozenset[PlanBuffer]:
+    """``out`` if it can be written quantised, ``width`` elements at a time, for all tokens."""
+    return frozenset() if out.on_outputs or width % _native.GROUP else frozenset([out])
+
+
+def _choose_quantized(operations: Sequence[_Operation], keep: Sequence[PlanBuffer]) -> None:
+    """Marks the buffers that one operation can write quantised and all others read so."""
+    written = {buffer for operation in operations for buffer in operation.buffers if not buffer.address}
+    for operation in operations:
+        written -= set(operation.buffers) - operation.quantizable
+    for buffer in written - set(keep):
+        buffer.quantized = True
 
 
 class CompiledPlan:
@@ -165,8 +192,10 @@ class CpuOps:
                 norm.eps,
                 out.address,
                 out.stride,
+                out.quantized,
             ),
             norm,
+            quantizable=_whole_groups(out, norm.size),
         )
         return out, x if residual is None else residual
 
@@ -182,8 +211,10 @@ class CpuOps:
                 out.address,
                 out.stride,
                 x.on_outputs,
+                x.quantized,
             ),
             weight,
+            quantizable=frozenset([x]) if weight.packed.is_quantized else frozenset(),
         )
         return out
 
@@ -240,15 +271,21 @@ class CpuOps:
                 _address(values),
                 batch.kv_cache.dtype_name,
                 batch.kv_cache.block_size,
+                out.quantized,
             ),
             batch,
+            quantizable=_whole_groups(out, attention.head_dim),
         )
         return out
 
     def silu_and_mul(self, x: PlanBuffer) -> PlanBuffer:
         out = self._new(x.width // 2)
         self._record(
-            (x, out), lambda plan: plan.silu_and_mul(x.address, x.stride, out.width, out.address, out.stride)
+            (x, out),
+            lambda plan: plan.silu_and_mul(
+                x.address, x.stride, out.width, out.address, out.stride, out.quantized
+            ),
+            quantizable=_whole_groups(out, out.width),
         )
         return out
 
@@ -279,6 +316,12 @@ class CpuOps:
                 _address(sampling.choice),
                 _address(sampling.position),
                 _address(sampling.num_logprobs),
+                _address(sampling.logprobs_mode),
+                _address(sampling.edits),
+                _address(sampling.allowed_mask),
+                _address(sampling.grammar_mask),
+                _address(sampling.replacement),
+                _address(sampling.target),
                 _address(sampling.token),
                 _address(sampling.logprob),
                 _address(sampling.rank),
@@ -297,6 +340,7 @@ class CpuOps:
         """
         operations, self._operations = self._operations, []
         references, self._references = self._references, []
+        _choose_quantized(operations, keep)
         arena = self._place(operations, keep)
         plan = _native.Plan(self.pool)
         for operation in operations:
@@ -307,13 +351,19 @@ class CpuOps:
         return PlanBuffer(on_outputs, width, row_stride(width))
 
     def _record(
-        self, buffers: tuple[PlanBuffer, ...], emit: Callable[[Any], None], *references: object
+        self,
+        buffers: tuple[PlanBuffer, ...],
+        emit: Callable[[Any], None],
+        *references: object,
+        quantizable: frozenset[PlanBuffer] = frozenset(),
     ) -> None:
-        self._operations.append(_Operation(buffers, emit))
+        self._operations.append(_Operation(buffers, emit, quantizable))
         self._references.extend(references)
 
     def _num_bytes(self, buffer: PlanBuffer) -> int:
         rows = self._max_outputs if buffer.on_outputs else self._max_tokens
+        if buffer.quantized:
+            return _native.quantized_bytes(rows, buffer.width)
         return rows * buffer.stride * 4
 
     def _place(self, operations: Sequence[_Operation], keep: Sequence[PlanBuffer]) -> np.ndarray:

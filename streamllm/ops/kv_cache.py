@@ -7,13 +7,13 @@ position.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from streamllm.errors import ConfigError, ModelLoadError
+from streamllm.ops.memory import map_memory
 
 KEY_LANES = 16
 """Positions that lie side by side in a key block; ``block_size`` is a multiple of it."""
@@ -37,7 +37,7 @@ def kv_bytes_per_block(
 
 
 class KVCache:
-    """Keys and values of ``num_blocks`` blocks; page-aligned, zeroed, untouched pages free.
+    """Keys and values of ``num_blocks`` blocks; page-aligned, zeroed; untouched pages take no memory.
 
     Attributes:
         planes: ``[layers_per_block, 2 (key, value), num_blocks, num_kv_heads * block_size * head_dim]``.
@@ -65,7 +65,7 @@ class KVCache:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         try:
-            memory = mmap.mmap(-1, self.num_bytes)
+            memory = map_memory(self.num_bytes)
         except (OSError, ValueError, OverflowError) as error:
             raise ModelLoadError(
                 f"Not enough memory for a KV cache of {self.num_bytes / 2**30:.2f} GiB; ask for fewer blocks."

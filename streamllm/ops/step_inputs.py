@@ -6,6 +6,7 @@ entries and sets the counts.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,42 @@ from streamllm.ops.kv_cache import KVCache
 
 MAX_LOGPROBS = 64
 """Alternatives that a sampled token can be reported with: 20 for clients, more for beam search."""
+
+TOKEN_NOT_FINITE, TOKEN_NOTHING_ALLOWED = -1, -2
+"""What ``SamplingBuffers.token`` holds where there is no token: the logits hold NaN, +inf or nothing but
+-inf; every token is forbidden."""
+
+LARGEST_LOGIT = 1e30
+"""Penalties and logits processors make no logit larger than this: no temperature makes it infinite."""
+
+ROW_EDITS = np.dtype(
+    [
+        ("bias_ids", np.uint64),
+        ("bias_values", np.uint64),
+        ("seen_ids", np.uint64),
+        ("output_counts", np.uint64),
+        ("banned_ids", np.uint64),
+        ("num_biases", np.int64),
+        ("num_seen", np.int64),
+        ("num_banned", np.int64),
+        ("repetition_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("presence_penalty", np.float32),
+    ],
+    align=True,
+)
+"""What one row adds to its logits and forbids among them (``RowEdits`` of the native sampler): addresses of
+int32 ids, float32 values and int32 counts, then their lengths, then the penalties."""
+
+
+class LogprobsMode(enum.IntEnum):
+    """Which values are reported as logprobs: those of the model's own logits, or of the logits after bias,
+    penalties, bans, temperature and filters; as logprobs, or as they are."""
+
+    RAW_LOGPROBS = 0
+    PROCESSED_LOGPROBS = 1
+    RAW_LOGITS = 2
+    PROCESSED_LOGITS = 3
 
 
 @dataclass(slots=True)
@@ -58,6 +95,7 @@ class StepInputs:
         rope_sin: np.ndarray,
         kv_cache: KVCache,
         num_groups: int = 1,
+        max_outputs: int | None = None,
     ) -> StepInputs:
         return cls(
             token_ids=np.zeros(max_tokens, np.int32),
@@ -66,7 +104,7 @@ class StepInputs:
             query_start=np.zeros(max_sequences + 1, np.int32),
             context_lens=np.zeros(max_sequences, np.int32),
             block_tables=np.zeros((num_groups, max_sequences), np.int64),
-            output_rows=np.zeros(max_sequences, np.int32),
+            output_rows=np.zeros(max_outputs or max_sequences, np.int32),
             rope_cos=rope_cos,
             rope_sin=rope_sin,
             kv_cache=kv_cache,
@@ -83,7 +121,17 @@ class SamplingBuffers:
         seed: uint64 ``[max_outputs]``.
         choice, position: int32 ``[max_outputs]``; with ``seed`` they give the row's random number.
         num_logprobs: int32 ``[max_outputs]``, -1 for none.
-        token: int32 ``[max_outputs]``, the sampled ids; -1 where logits were not finite.
+        logprobs_mode: int32 ``[max_outputs]``, a :class:`LogprobsMode`.
+        edits: int64 ``[max_outputs]``, the address of a :data:`ROW_EDITS`, or 0.
+        allowed_mask, grammar_mask: int64 ``[max_outputs]``, the address of uint32
+            ``[ceil(vocab_size / 32)]``, or 0: only tokens with a 1 in bit ``id % 32`` of word ``id // 32``
+            can be drawn.
+        replacement: int64 ``[max_outputs]``, the address of float32 ``[vocab_size]`` that takes the place of
+            the row's logits, or 0. Raw logprobs are still those of the row.
+        target: int32 ``[max_outputs]``, -1 to draw; else the raw logprobs of this token are reported, and of
+            all other settings only ``num_logprobs`` counts.
+        token: int32 ``[max_outputs]``, the sampled ids; :data:`TOKEN_NOT_FINITE` or
+            :data:`TOKEN_NOTHING_ALLOWED` where there is none.
         logprob, rank: float32 and int32 ``[max_outputs]`` of the sampled token.
         top_ids, top_logprobs: int32 and float32 ``[max_outputs, MAX_LOGPROBS]``, likeliest first.
     """
@@ -96,6 +144,12 @@ class SamplingBuffers:
     choice: np.ndarray
     position: np.ndarray
     num_logprobs: np.ndarray
+    logprobs_mode: np.ndarray
+    edits: np.ndarray
+    allowed_mask: np.ndarray
+    grammar_mask: np.ndarray
+    replacement: np.ndarray
+    target: np.ndarray
     token: np.ndarray
     logprob: np.ndarray
     rank: np.ndarray
@@ -113,6 +167,12 @@ class SamplingBuffers:
             choice=np.zeros(max_outputs, np.int32),
             position=np.zeros(max_outputs, np.int32),
             num_logprobs=np.full(max_outputs, -1, np.int32),
+            logprobs_mode=np.zeros(max_outputs, np.int32),
+            edits=np.zeros(max_outputs, np.int64),
+            allowed_mask=np.zeros(max_outputs, np.int64),
+            grammar_mask=np.zeros(max_outputs, np.int64),
+            replacement=np.zeros(max_outputs, np.int64),
+            target=np.full(max_outputs, -1, np.int32),
             token=np.zeros(max_outputs, np.int32),
             logprob=np.zeros(max_outputs, np.float32),
             rank=np.zeros(max_outputs, np.int32),

@@ -108,6 +108,23 @@ def test_any_chunking_and_batch_gives_the_same_bits(instruction_set, group, wind
             np.testing.assert_array_equal(result, expected[begin:end])
 
 
+@pytest.mark.parametrize(("head_dim", "kv_dtype"), [(24, "float32"), (64, "float16")])
+@pytest.mark.parametrize("window", [0, 300])
+def test_partitions_on_several_threads_give_the_same_bits(instruction_set, window, head_dim, kv_dtype):
+    """A few long contexts are split among the threads; one thread, or a large batch, is given them whole."""
+    cache = PagedCache(3, head_dim, 16, 400, kv_dtype)
+    shapes = [(1300, 1), (700, 3), (200, 1)]
+    long = [make_sequence(cache, 9, context, rows, i) for i, (context, rows) in enumerate(shapes)]
+    options = {"scale": 0.2, "window": window}
+    expected = paged_attention(cache, long, **options, threads=1)
+    check(cache, long, tolerance=1e-5, **options, threads=4)
+    crowd = [make_sequence(cache, 9, 20 + i, 1, i) for i in range(40)]
+    for batch, threads in [(long, 2), (long[:1], 2), (long[:1], 8), ([*crowd, *long], 4), (long, 40)]:
+        results = paged_attention(cache, batch, **options, threads=threads)
+        for result, want in zip(results[-len(long) :] if len(batch) > 1 else results, expected, strict=False):
+            np.testing.assert_array_equal(result, want)
+
+
 def test_later_tokens_of_the_chunk_do_not_touch_earlier_rows(instruction_set):
     cache = PagedCache(1, 64, 16, 20)
     sequence = make_sequence(cache, 3, 40, 40, 0)

@@ -187,14 +187,15 @@ def test_row_is_the_same_in_every_batch(instruction_set, name, threads):
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_all_instruction_sets_give_the_same_bits(name):
+def test_all_instruction_sets_that_fuse_multiply_and_add_give_the_same_bits(name):
     x, stored = random_rows(29, 1536), random_stored(name, 210, 1536)
     x *= np.exp(np.random.default_rng(6).uniform(-20, 20, (29, 1))).astype(np.float32)
     matrix, before = pack_parts(1536, [(name, stored)]), _native.instruction_set()
     results = []
     for instruction_set in INSTRUCTION_SETS:
-        _native.set_instruction_set(instruction_set)
-        results.append(linear(x, matrix))
+        if instruction_set != "portable":
+            _native.set_instruction_set(instruction_set)
+            results.append(linear(x, matrix))
     _native.set_instruction_set(before)
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
@@ -239,3 +240,55 @@ def test_successive_products_share_the_plans_scratch():
     np.testing.assert_array_equal(hidden, linear(wide, down))
     np.testing.assert_array_equal(logits[:3], linear(hidden[:3], head))
     np.testing.assert_array_equal(logits[3:], linear(narrow[3:], head))
+
+
+def quantized_rows(rows: int, width: int) -> np.ndarray:
+    return np.full(_native.quantized_bytes(rows, width), 0xAA, np.uint8)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("rows", [1, 2, 40])
+def test_operations_that_write_quantised_rows_change_no_bit(instruction_set, rows, threads):
+    """norm -> product, and product -> SiLU -> product, with and without float32 rows in between."""
+    k, n = 96, 128
+    x, weight = random_rows(rows, k), np.random.default_rng(9).standard_normal(k).astype(np.float32)
+    x[rows // 2, 40], x[0, :32] = np.nan, 0.0
+    up = pack_parts(k, [("q4_1", random_stored("q4_1", 2 * n, k))])
+    down = pack_parts(n, [("q8_0", random_stored("q8_0", k, n))])
+
+    def forward(quantized: bool) -> np.ndarray:
+        normed, active = padded_rows(rows, k), padded_rows(rows, n)
+        pairs, out = padded_rows(rows, 2 * n), padded_rows(rows, k)
+        first = quantized_rows(rows, k) if quantized else normed
+        second = quantized_rows(rows, n) if quantized else active
+
+        def record(plan: _native.Plan) -> None:
+            plan.rms_norm(
+                address(x), stride(x), 0, 0, address(weight), k, 1e-5,
+                address(first), stride(normed), quantized,
+            )  # fmt: skip
+            plan.linear(
+                address(first), stride(normed), up, 0, address(pairs), stride(pairs), False, quantized
+            )
+            plan.silu_and_mul(address(pairs), stride(pairs), n, address(second), stride(active), quantized)
+            plan.linear(address(second), stride(active), down, 0, address(out), stride(out), False, quantized)
+
+        run(record, tokens=rows, threads=threads)
+        return out
+
+    expected = forward(False)
+    np.testing.assert_array_equal(forward(True), expected)
+    assert np.isnan(expected[rows // 2]).all()
+
+
+def test_quantised_rows_that_do_not_fit_are_refused():
+    plan, x = _native.Plan(_native.ThreadPool(1)), random_rows(4, 64)
+    with pytest.raises(ValueError, match="quantised rows have a multiple of 32 elements, not 40"):
+        plan.silu_and_mul(address(x), 80, 40, address(x), 40, True)
+    matrix = pack_parts(
+        32, [("q4_0", random_stored("q4_0", 8, 32)), ("float32", np.ones((8, 32), np.float32))]
+    )
+    assert not matrix.is_quantized
+    with pytest.raises(ValueError, match="quantised weights only"):
+        plan.linear(address(x), 0, matrix, 0, address(x), 64, False, True)
+    assert plan.num_ops == 0

@@ -27,6 +27,12 @@ class Row:
     choice: int = 0
     position: int = 0
     num_logprobs: int = -1
+    logprobs_mode: int = 0
+    edits: int = 0
+    allowed_mask: int = 0
+    grammar_mask: int = 0
+    replacement: int = 0
+    target: int = -1
 
 
 @dataclass
@@ -49,6 +55,12 @@ def sample(logits: np.ndarray, rows: list[Row], max_logprobs: int = 20, threads:
         "choice": np.int32,
         "position": np.int32,
         "num_logprobs": np.int32,
+        "logprobs_mode": np.int32,
+        "edits": np.int64,
+        "allowed_mask": np.int64,
+        "grammar_mask": np.int64,
+        "replacement": np.int64,
+        "target": np.int32,
     }
     inputs = {name: np.array([getattr(row, name) for row in rows], dtype) for name, dtype in columns.items()}
     result = Sampled(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from streamllm.ops import RMSNorm
 from streamllm.ops.cpu_plan import CpuOps, row_stride
 from streamllm.ops.kv_cache import KVCache
 from streamllm.ops.step_inputs import StepInputs
+from streamllm.ops.stored_rows import StoredRows
 from streamllm.ops.torch_ops import TorchOps
 
 MAX_TOKENS = 12
@@ -86,6 +88,36 @@ def test_dead_buffers_are_reused():
     inputs.token_ids[:3] = [5, 0, 31]
     plan.native.run(3, 0, 0)
     assert plan.read(x, 3).argmax(axis=1).tolist() == [5, 0, 31]
+
+
+def quantised(rows: int, seed: int) -> StoredRows:
+    weight = np.random.default_rng(seed).standard_normal((rows, WIDTH)).astype(np.float32)
+    return StoredRows("q4_1", gguf.quants.quantize(weight, gguf.GGMLQuantizationType.Q4_1))
+
+
+def test_what_only_quantised_products_read_is_written_quantised():
+    """The same numbers, without the operation that quantises; the second norm has another reader."""
+    inputs, results = make_inputs(), []
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((50, WIDTH)).astype(np.float32)
+    inputs.token_ids[:5] = [3, 1, 4, 1, 5]
+    for keep_all in (False, True):
+        ops = CpuOps(threads=2, max_tokens=MAX_TOKENS, max_outputs=MAX_TOKENS)
+        norm = RMSNorm(ops.vector(np.ones(WIDTH)), WIDTH, 1e-5)
+        up = ops.matrix(2 * WIDTH, WIDTH, [quantised(2 * WIDTH, 1)])
+        down = ops.matrix(WIDTH, WIDTH, [quantised(WIDTH, 2)])
+        plain = ops.matrix(WIDTH, WIDTH, [table[:WIDTH]])
+        first, residual = ops.rms_norm(ops.embedding(inputs, ops.matrix(50, WIDTH, [table])), norm)
+        active = ops.silu_and_mul(ops.linear(first, up))
+        second, _ = ops.rms_norm(ops.linear(active, down), norm, residual)
+        outputs = [ops.linear(second, down), ops.linear(second, plain)]
+        plan = ops.compile(keep=[*outputs, *([first, active] if keep_all else [])])
+        assert [first.quantized, active.quantized, second.quantized] == [not keep_all, not keep_all, False]
+        # Embedding, two norms, SiLU and four products; one quantising operation for each float32 input.
+        assert plan.native.num_ops == (8 + 3 if keep_all else 8 + 1)
+        plan.native.run(5, 0, 0)
+        results.append([plan.read(buffer, 5).copy() for buffer in outputs])
+    np.testing.assert_array_equal(*results)
 
 
 def test_a_kept_buffer_serves_the_next_plan():
