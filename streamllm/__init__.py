@@ -15,9 +15,12 @@ _PUBLIC = {
     "AsyncEngine": "streamllm.engine.async_engine",
     "SamplingParams": "streamllm.sampling_params",
     "BeamSearchParams": "streamllm.sampling_params",
+    "StructuredOutputsParams": "streamllm.structured_outputs",
     "RequestOutput": "streamllm.outputs",
     "CompletionOutput": "streamllm.outputs",
     "BeamSearchOutput": "streamllm.outputs",
+    "PoolingParams": "streamllm.pooling_params",
+    "EmbeddingRequestOutput": "streamllm.outputs",
 }
 
 __all__ = [
@@ -26,16 +29,21 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
 if TYPE_CHECKING:
     from streamllm.engine.async_engine import AsyncEngine
     from streamllm.llm import LLM
-    from streamllm.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
+    from streamllm.outputs import BeamSearchOutput, CompletionOutput, EmbeddingRequestOutput, RequestOutput
+    from streamllm.pooling_params import PoolingParams
     from streamllm.sampling_params import BeamSearchParams, SamplingParams
+    from streamllm.structured_outputs import StructuredOutputsParams
 
 
 def __getattr__(name: str) -> object:

@@ -7,6 +7,7 @@ the setting.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
@@ -154,6 +155,18 @@ class EngineConfig(_Settings):
         "Where the forward runs: cpu (native kernels), or torch (eager reference, needs the extra gpu).",
         choices=("auto", "cpu", "torch"),
     )
+    logprobs_mode: str = setting(
+        "raw_logprobs",
+        "What logprobs report: the model's own logits (raw), or those after penalties, bans, temperature and "
+        "filters (processed); as logprobs, or as logits. Prompt logprobs are always raw.",
+        choices=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
+    )
+    pooling: str = setting(
+        "last",
+        "What embeddings are made of unless a request says: the hidden state of the prompt's last token, or "
+        "the mean over all its tokens.",
+        choices=("last", "mean"),
+    )
     generation_config: str = setting(
         "auto",
         "auto takes sampling defaults from the model's generation_config.json; vllm ignores them.",
@@ -204,7 +217,40 @@ class ServerConfig(_Settings):
         (), "Names that requests may use for the model; the first one is shown in answers.", kind="list"
     )
     api_key: tuple[str, ...] = setting(
-        (), "Keys of which each request must bring one (Authorization: Bearer KEY).", kind="list"
+        (),
+        "Keys of which each request must bring one (Authorization: Bearer KEY); several as several values, "
+        "or separated by commas. Also $STREAMLLM_API_KEY or $VLLM_API_KEY.",
+        kind="list",
+    )
+    api_key_file: str | None = setting(None, "File with further keys, one a line; # begins a comment.")
+    admin_api_key: tuple[str, ...] = setting(
+        (),
+        "Keys for the routes that change the server's state, which the other keys then do not open. Without "
+        "one, any key opens them; without any key at all, they are open on the loopback interface only.",
+        kind="list",
+    )
+    metrics_without_key: bool = setting(False, "Leave /metrics open where keys are required.", kind="bool")
+    ssl_keyfile: str | None = setting(None, "TLS: the private key (PEM).")
+    ssl_certfile: str | None = setting(None, "TLS: the certificate and its chain (PEM); switches TLS on.")
+    ssl_ca_certs: str | None = setting(None, "TLS: authorities of client certificates (PEM).")
+    ssl_cert_reqs: int = setting(
+        0, "TLS: client certificates: 0 not asked for, 1 optional, 2 required.", kind="int", low=0, high=2
+    )
+    chat_template: str | None = setting(
+        None, "Chat template to use instead of the model's: a file, or Jinja text."
+    )
+    chat_template_content_format: str = setting(
+        "auto",
+        "What the chat template gets as content: string (parts are joined by newlines), openai (a list of "
+        "parts), or auto: what it looks made for.",
+        choices=("auto", "string", "openai"),
+    )
+    default_chat_template_kwargs: str | None = setting(
+        None,
+        'Variables for the chat template that a request may override, as JSON: {"enable_thinking": false}.',
+    )
+    trust_request_chat_template: bool = setting(
+        False, "Let requests bring a chat_template of their own.", kind="bool"
     )
     allowed_origins: tuple[str, ...] = setting(("*",), "CORS origins.", kind="list")
     allowed_methods: tuple[str, ...] = setting(("*",), "CORS methods.", kind="list")
@@ -220,11 +266,89 @@ class ServerConfig(_Settings):
         low=0.0,
         high=86400.0,
     )
+    request_timeout: float = setting(
+        0.0, "Seconds that a request may take; 0: no limit.", kind="float", low=0.0, high=86400.0 * 365
+    )
+    stream_stall_timeout: float = setting(
+        60.0,
+        "Seconds that a client may leave its stream unread before it is cut off; 0: no limit.",
+        kind="float",
+        low=0.0,
+        high=86400.0,
+    )
+    step_timeout: float = setting(
+        120.0,
+        "Seconds that one step of the engine may take before the engine counts as dead; 0: no limit.",
+        kind="float",
+        low=0.0,
+        high=86400.0,
+    )
+    watchdog_timeout: float = setting(
+        60.0,
+        "Seconds that the event loop may stand still before all stacks are printed and the process exits; 0: "
+        "no limit.",
+        kind="float",
+        low=0.0,
+        high=86400.0,
+    )
+    max_header_bytes: int = setting(
+        65536,
+        "Largest request line and headers together; larger ones get 431.",
+        kind="bytes",
+        aliases=("h11_max_incomplete_event_size",),
+        low=1024,
+        high=2**30,
+    )
+    max_headers: int = setting(
+        256,
+        "Most header lines of a request.",
+        kind="int",
+        aliases=("h11_max_header_count",),
+        low=8,
+        high=65536,
+    )
+    enable_per_request_metrics: bool = setting(
+        False, "Show each request's times in its answer (metrics).", kind="bool"
+    )
+    access_log: str = setting(
+        "plain",
+        "One line a request on standard output: plain, json or off.",
+        choices=("plain", "json", "off"),
+    )
+    disable_uvicorn_access_log: bool = setting(False, "The same as --access-log off.", kind="bool")
+    disable_access_log_for_endpoints: tuple[str, ...] = setting(
+        (), "Paths that the access log leaves out, also separated by commas.", kind="list"
+    )
+    disable_fastapi_docs: bool = setting(False, "No /docs and no /openapi.json.", kind="bool")
     uvicorn_log_level: str = setting(
         "warning",
         "Log level of uvicorn.",
         choices=("critical", "error", "warning", "info", "debug", "trace"),
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("api_key", "admin_api_key", "disable_access_log_for_endpoints"):
+            values = ",".join(getattr(self, name)).split(",")
+            object.__setattr__(self, name, tuple(value.strip() for value in values if value.strip()))
+        if (self.ssl_keyfile or self.ssl_ca_certs or self.ssl_cert_reqs) and not self.ssl_certfile:
+            raise ConfigError("--ssl-keyfile, --ssl-ca-certs and --ssl-cert-reqs need --ssl-certfile.")
+        if self.ssl_cert_reqs and not self.ssl_ca_certs:
+            raise ConfigError("--ssl-cert-reqs needs --ssl-ca-certs.")
+        if self.disable_uvicorn_access_log:
+            object.__setattr__(self, "access_log", "off")
+        self.chat_template_variables  # noqa: B018 - says at once what is wrong
+
+    @property
+    def chat_template_variables(self) -> dict[str, Any]:
+        """``default_chat_template_kwargs`` as an object."""
+        try:
+            variables = json.loads(self.default_chat_template_kwargs or "{}")
+        except ValueError as error:
+            raise ConfigError(f"--default-chat-template-kwargs is not valid JSON: {error}.") from None
+        if not isinstance(variables, dict):
+            raise ConfigError("--default-chat-template-kwargs must be a JSON object.")
+        return variables
 
 
 def settings_of(config_class: type) -> tuple[Field[Any], ...]:
@@ -289,6 +413,8 @@ def check_setting(declared: Field[Any], value: Any) -> Any:
             raise ConfigError(f"{flag} must be true or false, got {value!r}.")
     elif kind == "list":
         value = (value,) if isinstance(value, str) else tuple(value)
+        if len(value) == 1 and isinstance(value[0], str) and value[0].startswith("["):
+            value = _json_list(flag, value[0])  # vLLM's way of writing one
         if not all(isinstance(item, str) and item for item in value):
             raise ConfigError(f"{flag} must hold non-empty strings, got {list(value)!r}.")
     elif not isinstance(value, str):
@@ -299,6 +425,13 @@ def check_setting(declared: Field[Any], value: Any) -> Any:
     if low is not None and not low <= value <= high:
         raise ConfigError(f"{flag} must be between {_bound(low)} and {_bound(high)}, got {value}.")
     return value
+
+
+def _json_list(flag: str, text: str) -> tuple[Any, ...]:
+    try:
+        return tuple(json.loads(text))
+    except ValueError as error:
+        raise ConfigError(f"{flag} is not a valid JSON list: {error}.") from None
 
 
 def _bound(value: float) -> str:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from streamllm.config import EngineConfig, settings_of
 from streamllm.errors import ConfigError, InvalidRequestError
-from streamllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from streamllm.outputs import BeamSearchOutput, BeamSearchSequence, EmbeddingRequestOutput, RequestOutput
+from streamllm.pooling_params import PoolingParams, RequestParams
 from streamllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from streamllm.vllm_compat import check_other_setting
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from streamllm.engine.stream import RequestStream
 
 T = TypeVar("T")
+Params = TypeVar("Params", SamplingParams, PoolingParams)
 Prompt = str | dict[str, Any] | list[int]
 
 
@@ -78,7 +80,7 @@ class LLM:
         """
         several = _several(prompts)
         params = self._params_for(sampling_params, len(several))
-        return self._call(self._run(_inputs(several, priority), params, use_tqdm=use_tqdm))
+        return _read(self._call(self._run(_inputs(several, priority), params, use_tqdm=use_tqdm)))
 
     def beam_search(
         self,
@@ -105,6 +107,33 @@ class LLM:
         outputs = self._call(self._run(inputs, [params] * len(inputs), use_tqdm=use_tqdm))
         return [self._beam_search_output(output, params.length_penalty) for output in outputs]
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of each prompt, from the model's last hidden states.
+
+        Args:
+            prompts: as :meth:`generate`.
+            pooling_params: one for all, or one a prompt; ``None`` pools as ``pooling`` says and normalises.
+            use_tqdm: show a progress bar if standard error is a terminal.
+            priority: as :meth:`generate`.
+
+        Returns:
+            One output a prompt, in their order.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter is wrong; nothing was computed.
+        """
+        several = _several(prompts)
+        params = _one_each(pooling_params or PoolingParams(), len(several), "pooling_params")
+        outputs = self._call(self._run(_inputs(several, priority), params, use_tqdm=use_tqdm))
+        return [EmbeddingRequestOutput.from_output(output) for output in outputs]
+
     def chat(
         self,
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
@@ -125,6 +154,7 @@ class LLM:
         conversations = messages if isinstance(messages[0], list) else [messages]
 
         async def run() -> list[RequestOutput]:
+            params = self._params_for(sampling_params, len(conversations))
             inputs = [
                 _Input(
                     await self._engine.render_chat(
@@ -132,14 +162,14 @@ class LLM:
                         add_generation_prompt=add_generation_prompt,
                         continue_final_message=continue_final_message,
                         chat_template_kwargs=chat_template_kwargs,
+                        prompt_may_be_cut=own.truncate_prompt_tokens is not None,
                     )
                 )
-                for conversation in conversations
+                for conversation, own in zip(conversations, params, strict=True)
             ]
-            params = self._params_for(sampling_params, len(inputs))
             return await self._run(inputs, params, use_tqdm=use_tqdm)
 
-        return self._call(run())
+        return _read(self._call(run()))
 
     def get_tokenizer(self) -> Any:
         """The model's :class:`streamllm.text.tokenizer.Tokenizer`."""
@@ -186,20 +216,13 @@ class LLM:
     ) -> list[SamplingParams]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        if isinstance(sampling_params, SamplingParams):
-            params = [sampling_params] * count
-        else:
-            params = list(sampling_params)
-        if len(params) != count:
-            raise InvalidRequestError(
-                f"sampling_params holds {len(params)} entries for {count} prompts.", param="sampling_params"
-            )
+        params = _one_each(sampling_params, count, "sampling_params")
         return [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
 
     async def _run(
         self,
         inputs: Sequence[_Input],
-        params: Sequence[SamplingParams | BeamSearchParams],
+        params: Sequence[RequestParams],
         *,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
@@ -222,7 +245,7 @@ class LLM:
     async def _add(
         self,
         inputs: Sequence[_Input],
-        params: Sequence[SamplingParams | BeamSearchParams],
+        params: Sequence[RequestParams],
         streams: list[RequestStream],
     ) -> None:
         """Queue all inputs; their streams are in ``streams`` even if a later one is refused."""
@@ -256,6 +279,15 @@ class LLM:
                 )
             )
         return BeamSearchOutput(sequences)
+
+
+def _read(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    """The outputs with lists in place of what the engine's sequences make when they are read; on the caller's
+    thread, for a long prompt's take long."""
+    for output in outputs:
+        if output.prompt_logprobs is not None:
+            output.prompt_logprobs = list(output.prompt_logprobs)
+    return outputs
 
 
 def _close(engine: AsyncEngine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
@@ -298,6 +330,14 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     is_token_ids = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)
     one = isinstance(prompts, (str, dict)) or is_token_ids
     return cast("Sequence[Prompt]", [prompts] if one else prompts)
+
+
+def _one_each(params: Params | Sequence[Params], count: int, name: str) -> list[Params]:
+    """Parameters for each of ``count`` prompts: given for all of them, or one by one."""
+    each = list(params) if isinstance(params, Sequence) else [params] * count
+    if len(each) != count:
+        raise InvalidRequestError(f"{name} holds {len(each)} entries for {count} prompts.", param=name)
+    return each
 
 
 def _inputs(prompts: Sequence[Prompt], priority: int | Sequence[int] | None) -> list[_Input]:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from streamllm.errors import RequestFailedError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
@@ -20,6 +26,11 @@ class Logprob(NamedTuple):
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+
+
+PromptEntry = dict[int, Logprob] | None
+"""One token of a prompt: candidate id -> logprob, the token itself first; ``None`` for the first token, which
+nothing precedes."""
 
 
 @dataclass(slots=True)
@@ -46,7 +57,9 @@ class CompletionOutput:
         cumulative_logprob: sum of the sampled tokens' logprobs so far, if logprobs were asked for.
         logprobs: per generated token, candidate id -> :class:`Logprob`; the sampled token comes first.
         finish_reason: ``None`` while running, else ``"stop"``, ``"length"``, ``"abort"`` or ``"error"``.
-        stop_reason: the stop string or stop token id that ended it; ``None`` for EOS and every other reason.
+        stop_reason: the stop string or stop token id that ended it; ``None`` for EOS, the end of a grammar
+            and every other reason.
+        ended_by_id: whether the last token is the EOS or stop token that ended it, and so no text.
     """
 
     index: int
@@ -56,6 +69,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    ended_by_id: bool = False
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -73,6 +87,10 @@ class RequestOutput:
         finished: whether every choice has finished.
         metrics: time stamps of the request.
         num_cached_tokens: prompt tokens found in the prefix cache.
+        prompt_logprobs: if asked for, one entry a token of the prompt: a list from ``LLM``, from the engine
+            a sequence that makes its entries when they are read. In a stream of deltas they come with the
+            first output.
+        embedding: of a request for one: float32 ``[dimensions]``. Its one choice then holds no text.
     """
 
     request_id: str
@@ -82,8 +100,56 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[PromptEntry] | None = None
+    embedding: np.ndarray | None = None
     lora_request: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """A prompt's embedding (``vllm.EmbeddingOutput``)."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Values of the embedding."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """What a request for an embedding returns (``vllm.EmbeddingRequestOutput``).
+
+    Attributes:
+        request_id: unique in the engine.
+        outputs: the embedding.
+        prompt_token_ids: the ids that the model read.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        finished: always true.
+    """
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+    @classmethod
+    def from_output(cls, output: RequestOutput) -> EmbeddingRequestOutput:
+        """The same in vLLM's shape.
+
+        Raises:
+            RequestFailedError: there is no embedding: the request was aborted.
+        """
+        if output.embedding is None:
+            raise RequestFailedError("the request was aborted.")
+        return cls(
+            request_id=output.request_id,
+            outputs=EmbeddingOutput(output.embedding.tolist()),
+            prompt_token_ids=output.prompt_token_ids,
+            num_cached_tokens=output.num_cached_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

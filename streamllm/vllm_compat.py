@@ -26,10 +26,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "load_format": ("auto",),
     "config_format": ("auto",),
     "model_impl": ("auto",),
-    "runner": ("auto", "generate"),
-    "task": ("auto", "generate"),
+    "runner": ("auto", "generate", "pooling"),
+    "convert": ("auto", "none", "embed"),
+    "task": ("auto", "generate", "embed"),
     "max_logprobs": (20,),
-    "logprobs_mode": ("raw_logprobs",),
     "async_scheduling": (True, None),
     "disable_custom_all_reduce": (True, False),
     "distributed_executor_backend": (None, "uni"),
@@ -38,8 +38,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "enable_lora": (False,),
     "enable_log_requests": (False,),
     "disable_log_requests": (True,),
-    "disable_uvicorn_access_log": (True,),
-    "disable_fastapi_docs": (True,),
+    "enable_request_id_headers": (True, False),
+    "enable_server_load_tracking": (True, False),
+    "enable_offline_docs": (True, False),
+    "enable_prompt_tokens_details": (True, False),
     "enable_sleep_mode": (False,),
     "enable_auto_tool_choice": (False,),
     "override_generation_config": (None, {}),
@@ -51,25 +53,21 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 UNSUPPORTED = frozenset(
     """
     allowed_local_media_path allowed_media_domains api_server_count attention_backend attention_config
-    chat_template chat_template_content_format code_revision collect_detailed_traces config
-    cudagraph_metrics data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb
-    decode_context_parallel_size default_chat_template_kwargs disable_access_log_for_endpoints
+    code_revision collect_detailed_traces config cudagraph_metrics data_parallel_backend
+    data_parallel_external_lb data_parallel_hybrid_lb decode_context_parallel_size
     disable_hybrid_kv_cache_manager enable_eplb enable_expert_parallel enable_force_include_usage
-    enable_log_deltas enable_log_outputs enable_mfu_metrics enable_offline_docs enable_per_request_metrics
-    enable_prompt_embeds enable_prompt_tokens_details enable_request_id_headers
-    enable_server_load_tracking enable_ssl_refresh enable_tokenizer_info_endpoint
-    exclude_tools_when_tool_choice_none fingerprint_mode fingerprint_value fully_sharded_loras
-    guided_decoding_backend h11_max_header_count h11_max_incomplete_event_size headless hf_config_path
-    hf_token kv_cache_dtype_skip_layers kv_cache_metrics kv_cache_metrics_sample kv_events_config
+    enable_log_deltas enable_log_outputs enable_mfu_metrics enable_prompt_embeds enable_ssl_refresh
+    enable_tokenizer_info_endpoint exclude_tools_when_tool_choice_none fingerprint_mode fingerprint_value
+    fully_sharded_loras guided_decoding_backend headless hf_config_path hf_token
+    kv_cache_dtype_skip_layers kv_cache_metrics kv_cache_metrics_sample kv_events_config
     kv_offloading_backend kv_offloading_size kv_transfer_config limit_mm_per_prompt log_config_file
     log_error_stack lora_dtype lora_modules master_addr master_port max_cpu_loras max_log_len
     max_long_partial_prefills max_lora_rank max_loras max_seq_len_to_capture middleware
     mm_processor_cache_gb mm_processor_kwargs nnodes node_rank num_scheduler_steps numa_bind
     optimization_level otlp_metrics_endpoint otlp_traces_endpoint prefill_context_parallel_size
     prefix_caching_hash_algo reasoning_parser response_role return_tokens_as_token_ids root_path
-    scheduler_cls show_hidden_metrics_for_version ssl_ca_certs ssl_cert_reqs ssl_certfile ssl_ciphers
-    ssl_keyfile structured_outputs_config tokens_only tool_call_parser tool_parser_plugin tool_server
-    trust_request_chat_template uds convert
+    scheduler_cls show_hidden_metrics_for_version ssl_ciphers structured_outputs_config tokens_only
+    tool_call_parser tool_parser_plugin tool_server uds
     """.split()  # noqa: SIM905
 )
 """vLLM's other settings: refused whatever their value."""

@@ -31,7 +31,7 @@ def add_settings(parser: argparse.ArgumentParser, config_class: type, title: str
         if rules["kind"] == "bool":
             group.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
         elif rules["kind"] == "list":
-            group.add_argument(*flags, nargs="+", metavar="VALUE", **options)
+            group.add_argument(*flags, nargs="+", action="extend", metavar="VALUE", **options)
         else:
             metavar = {"int": "N", "length": "N", "bytes": "SIZE", "float": "X"}.get(rules["kind"], "VALUE")
             if rules["choices"]:

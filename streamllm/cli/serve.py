@@ -6,13 +6,30 @@ import argparse
 import logging
 import os
 import socket
+import ssl
 import sys
+from pathlib import Path
+from typing import Any
 
 from streamllm.cli.arguments import add_settings, drop_other_flags, settings_from
 from streamllm.config import EngineConfig, ServerConfig
-from streamllm.errors import ConfigError
+from streamllm.errors import ConfigError, ModelLoadError
 
-API_KEY_VARIABLE = "STREAMLLM_API_KEY"
+API_KEY_VARIABLES = ("STREAMLLM_API_KEY", "VLLM_API_KEY")
+"""Where keys come from if no flag gives any; the first that is set counts."""
+
+
+_CONTROL_CHARACTERS = [*range(9), *range(11, 32), *range(127, 160), 0x2028, 0x2029]
+
+
+class EscapingFormatter(logging.Formatter):
+    """Shows control characters as escapes, for what a client has sent may turn up in an error's text and
+    steer the terminal. Line ends and tabs stay: tracebacks have them."""
+
+    _escapes = {code: ascii(chr(code))[1:-1] for code in _CONTROL_CHARACTERS}
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).translate(self._escapes)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,12 +53,10 @@ def run(options: argparse.Namespace) -> int:
         ModelLoadError: the model cannot be run.
     """
     engine_config, server_config = read_configs(options)
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-    )
+    check_tls(server_config)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     for quiet in ("httpx", "httpcore", "huggingface_hub", "filelock"):
         logging.getLogger(quiet).setLevel(logging.WARNING)
     with bind(server_config) as sock:
@@ -61,9 +76,72 @@ def read_configs(options: argparse.Namespace) -> tuple[EngineConfig, ServerConfi
             )
         engine_settings["model"] = options.model_positional
     server_settings = settings_from(options, ServerConfig)
-    if "api_key" not in server_settings and os.environ.get(API_KEY_VARIABLE):
-        server_settings["api_key"] = (os.environ[API_KEY_VARIABLE],)
+    server_settings["api_key"] = read_api_keys(server_settings)
+    if server_settings.get("chat_template"):
+        server_settings["chat_template"] = read_chat_template(server_settings["chat_template"])
     return EngineConfig(**engine_settings), ServerConfig(**server_settings)
+
+
+def read_api_keys(settings: dict[str, Any]) -> tuple[str, ...]:
+    """The keys that flags, file and environment give.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no key.
+    """
+    keys = [*settings.get("api_key", ())]
+    if (path := settings.get("api_key_file")) is not None:
+        lines = [line.strip() for line in _read(path, "--api-key-file").splitlines()]
+        found = [line for line in lines if line and not line.startswith("#")]
+        if not found:
+            raise ConfigError(f"--api-key-file {path} holds no key.")
+        keys += found
+    if not keys:
+        keys = [key for name in API_KEY_VARIABLES if (key := os.environ.get(name))][:1]
+    return tuple(keys)
+
+
+def read_chat_template(value: str) -> str:
+    """A template's text: ``value`` itself where it is Jinja, else the file's that it names.
+
+    Raises:
+        ConfigError: no such file, or no valid Jinja.
+    """
+    source = value if "{{" in value or "{%" in value else _read(value, "--chat-template")
+    from streamllm.text.chat_template import ChatTemplate
+
+    try:
+        ChatTemplate(source, {})
+    except ModelLoadError as error:
+        raise ConfigError(f"--chat-template: {error}") from None
+    return source
+
+
+def check_tls(config: ServerConfig) -> None:
+    """Say before the model loads what is wrong with the TLS files.
+
+    Raises:
+        ConfigError: they cannot be read or do not fit together.
+    """
+    if config.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        if config.ssl_ca_certs:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except OSError as error:  # SSLError is one
+        raise ConfigError(
+            f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs cannot be used: {error.strerror or error}."
+        ) from None
+
+
+def _read(path: str, flag: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{flag} {path} cannot be read: {getattr(error, 'strerror', None) or error}."
+        ) from None
 
 
 def bind(config: ServerConfig) -> socket.socket:

@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from streamllm.errors import InvalidRequestError
-from streamllm.sampling_params import BeamSearchParams, SamplingParams
+from streamllm.pooling_params import PoolingParams, RequestParams
+from streamllm.sampling_params import BeamSearchParams
 from streamllm.text.tokenizer import Tokenizer
 
 MAX_SALT_LENGTH = 128
+MAX_CUT_TEXT = 4_000_000
+"""Characters of a prompt of which only the end will be kept: some seconds of tokenising."""
 
 
 class Admission:
@@ -18,6 +21,7 @@ class Admission:
     Args:
         tokenizer: knows the vocabulary.
         max_model_len: longest sequence, prompt and output together, in tokens.
+        hidden_size: values of the model's hidden states.
         max_beam_width: beams that can run at once.
         num_blocks: KV blocks in the pool.
         blocks_for: KV blocks that a sequence of so many tokens holds at most.
@@ -28,26 +32,46 @@ class Admission:
         tokenizer: Tokenizer,
         *,
         max_model_len: int,
+        hidden_size: int,
         max_beam_width: int,
         num_blocks: int,
         blocks_for: Callable[[int], int],
     ) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
+        self._hidden_size = hidden_size
         self._max_beam_width = max_beam_width
         self._num_blocks = num_blocks
         self._blocks_for = blocks_for
         self._known_ids = frozenset(filter(tokenizer.contains, range(tokenizer.vocab_size)))
         self._longest_token = max(map(len, map(tokenizer.token_bytes, self._known_ids)), default=1)
 
-    def check_text(self, text: str) -> None:
-        """Refuse a text that is too long before it is tokenised: no token spans more than so many bytes."""
-        at_least = -(-len(text) // self._longest_token)
-        if at_least >= self._max_model_len:
-            raise self._too_long(f"at least {at_least}")
+    @staticmethod
+    def output_room(params: RequestParams) -> int:
+        """Tokens that must fit into the context behind the prompt."""
+        return 0 if isinstance(params, PoolingParams) else 1
 
-    def check_length(self, token_ids: Sequence[Any]) -> None:
-        """Refuse a prompt that is empty, or leaves no room for one more token.
+    def check_text(self, text: str, *, may_be_cut: bool = False, output_room: int = 1) -> None:
+        """Refuse a text that is too long before it is tokenised: no token spans more than so many bytes.
+
+        Args:
+            may_be_cut: what is too long for the context is cut, not refused; there is a limit all the same.
+            output_room: tokens that must fit behind it.
+        """
+        if may_be_cut:
+            if len(text) > MAX_CUT_TEXT:
+                raise InvalidRequestError(
+                    f"The prompt has {len(text)} characters; with truncate_prompt_tokens at most "
+                    f"{MAX_CUT_TEXT} are tokenised. Shorten the prompt.",
+                    param="prompt",
+                )
+            return
+        at_least = -(-len(text) // self._longest_token)
+        if at_least > self._max_model_len - output_room:
+            raise self._too_long(f"at least {at_least}", output_room)
+
+    def check_length(self, token_ids: Sequence[Any], output_room: int = 1) -> None:
+        """Refuse a prompt that is empty, or leaves no room for so many more tokens.
 
         Raises:
             InvalidRequestError: with ``param="prompt"``; too long ones with OpenAI's code
@@ -55,18 +79,46 @@ class Admission:
         """
         if not token_ids:
             raise InvalidRequestError("prompt is empty: it holds no token.", param="prompt")
-        if len(token_ids) >= self._max_model_len:
-            raise self._too_long(str(len(token_ids)))
+        if len(token_ids) > self._max_model_len - output_room:
+            raise self._too_long(str(len(token_ids)), output_room)
 
-    def check_token_ids(self, token_ids: Any) -> list[int]:
+    def num_kept_tokens(self, params: RequestParams) -> int | None:
+        """How many tokens at the end of a prompt ``truncate_prompt_tokens`` keeps; ``None`` for all.
+
+        -1 keeps what leaves room for ``max_tokens`` (one token if there is no such limit).
+
+        Raises:
+            InvalidRequestError: so many would not leave room for a token of output.
+        """
+        limit = getattr(params, "truncate_prompt_tokens", None)
+        longest = self._max_model_len - self.output_room(params)
+        if limit == -1:
+            if isinstance(params, PoolingParams):
+                return longest
+            return max(self._max_model_len - (params.max_tokens or 1), 1)
+        if limit is not None and limit > longest:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens must be at most {longest} with this model's context "
+                f"of {self._max_model_len} tokens, got {limit}.",
+                param="truncate_prompt_tokens",
+            )
+        return limit
+
+    def check_token_ids(self, token_ids: Any, num_kept: int | None = None, output_room: int = 1) -> list[int]:
         """A client's prompt ids as a list of known ids of a length that :meth:`check_length` allows.
+
+        Args:
+            num_kept: so many of them at the end are kept.
+            output_room: tokens that must fit behind them.
 
         Raises:
             InvalidRequestError: with ``param="prompt"``.
         """
         if not isinstance(token_ids, (list, tuple)):
             raise InvalidRequestError("prompt must be a text or a list of token ids.", param="prompt")
-        self.check_length(token_ids)
+        if num_kept is not None:
+            token_ids = token_ids[-num_kept:]
+        self.check_length(token_ids, output_room)
         # Whole-list checks take a few ms for 100,000 ids; the loop is only to name the culprit.
         if set(map(type, token_ids)) != {int} or not self._known_ids.issuperset(token_ids):
             self._name_culprit(token_ids)
@@ -85,18 +137,16 @@ class Admission:
                     param="prompt",
                 )
 
-    def check_params(self, params: SamplingParams | BeamSearchParams, num_prompt_tokens: int) -> None:
-        """What the parameters cannot know by themselves: ids inside the vocabulary, room for all beams."""
+    def check_params(self, params: RequestParams, num_prompt_tokens: int) -> None:
+        """What the parameters cannot know by themselves: room for all beams, the size of an embedding."""
         if isinstance(params, BeamSearchParams):
             self._check_beams(params, num_prompt_tokens)
-            return
-        for token_id in params.stop_token_ids or ():
-            if not self._tokenizer.contains(token_id):
-                raise InvalidRequestError(
-                    f"stop_token_ids holds {token_id}, which is not in the vocabulary "
-                    f"(0 to {self._tokenizer.vocab_size - 1}).",
-                    param="stop_token_ids",
-                )
+        elif isinstance(params, PoolingParams) and (params.dimensions or 0) > self._hidden_size:
+            raise InvalidRequestError(
+                f"dimensions must be between 1 and {self._hidden_size} with this model, got "
+                f"{params.dimensions}.",
+                param="dimensions",
+            )
 
     def _check_beams(self, params: BeamSearchParams, num_prompt_tokens: int) -> None:
         if params.beam_width > self._max_beam_width:
@@ -132,10 +182,11 @@ class Admission:
                 f"cache_salt must be a string of 1 to {MAX_SALT_LENGTH} characters.", param="cache_salt"
             )
 
-    def _too_long(self, num_tokens: str) -> InvalidRequestError:
+    def _too_long(self, num_tokens: str, output_room: int) -> InvalidRequestError:
+        room = "; it must leave room for at least one token of output" if output_room else ""
         return InvalidRequestError(
             f"This model's maximum context length is {self._max_model_len} tokens and the prompt has "
-            f"{num_tokens}; it must leave room for at least one token of output. Shorten the prompt.",
+            f"{num_tokens}{room}. Shorten the prompt.",
             param="prompt",
             code="context_length_exceeded",
         )

@@ -20,35 +20,44 @@ from typing import TYPE_CHECKING, Any
 
 from streamllm.config import EngineConfig
 from streamllm.engine.admission import Admission
-from streamllm.engine.beam_search import BeamSearch
 from streamllm.engine.block_pool import BlockPool
 from streamllm.engine.block_table import BlockTables, most_blocks
 from streamllm.engine.events import EventLog
 from streamllm.engine.output_processor import OutputProcessor
-from streamllm.engine.prefix_hash import block_hashes, chain_seed
+from streamllm.engine.prompt_hash import PromptHasher
+from streamllm.engine.queue_limits import check_queue
 from streamllm.engine.request import Request, Sequence, SequenceUpdate
+from streamllm.engine.request_maker import RequestMaker
 from streamllm.engine.scheduler import Scheduler
 from streamllm.engine.sequence_text import SequenceText
-from streamllm.engine.stats import EngineStats, RequestRecord, memory_figures
-from streamllm.engine.step import Limits
-from streamllm.engine.stream import RequestStream, Selection
-from streamllm.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from streamllm.engine.stats import Counters, EngineStats, RequestRecord, memory_figures
+from streamllm.engine.step import Limits, PrefixCacheCounters
+from streamllm.engine.stream import RequestStream
+from streamllm.engine.structured import GrammarCompiler, GrammarMasks, constrain
+from streamllm.engine.token_rules import TokenRuleMaker
+from streamllm.errors import EngineDeadError, InvalidRequestError
 from streamllm.models.kv_layout import kv_layout
 from streamllm.ops.step_inputs import MAX_LOGPROBS
-from streamllm.outputs import RequestMetrics, RequestOutput
-from streamllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from streamllm.outputs import EmbeddingRequestOutput, RequestOutput
+from streamllm.pooling_params import PoolingParams, RequestParams, resolved_pooling
+from streamllm.sampling_params import BeamSearchParams, SamplingParams
+from streamllm.text.chat_renderer import ChatRenderer
 from streamllm.text.chat_template import ChatTemplate
-from streamllm.text.messages import check_template_kwargs, normalise_messages
 from streamllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from streamllm.engine.grammar_compile import CompiledGrammar
     from streamllm.models.model_config import ModelConfig
     from streamllm.runner.executor import Executor
+    from streamllm.runner.token_rules import TokenRules
 
 logger = logging.getLogger("streamllm.engine")
 
 LONG_TEXT = 4_000
-"""Characters from which tokenising and rendering leave the event loop (a few milliseconds of work)."""
+"""Characters from which tokenising leaves the event loop (a few milliseconds of work)."""
+
+LONGEST_TURN = 0.005
+"""Seconds after which the check of many prompts lets others have the event loop."""
 
 MAX_FAILED_STEPS = 3
 """Steps that may raise one after the other before the engine gives up."""
@@ -78,7 +87,6 @@ class AsyncEngine:
         self.model_name = model_name
         self.model_config = model_config
         self.tokenizer = tokenizer
-        self.chat_template = chat_template
         self.max_model_len = max_model_len
         self.default_sampling = default_sampling
         self.dead_error: str | None = None
@@ -101,18 +109,29 @@ class AsyncEngine:
         self._admission = Admission(
             tokenizer,
             max_model_len=max_model_len,
+            hidden_size=model_config.hidden_size,
             max_beam_width=self._max_beam_width(),
             num_blocks=num_blocks,
             blocks_for=lambda n: most_blocks(
                 n, config.block_size, self._windows, config.max_num_batched_tokens
             ),
         )
+        self._hasher = PromptHasher(
+            config.block_size, model_config.rope, enabled=config.enable_prefix_caching
+        )
+        vocab_size = min(tokenizer.vocab_size, model_config.vocab_size)
+        self._rule_maker = TokenRuleMaker(tokenizer, vocab_size, self._eos_token_ids)
+        self._grammars = GrammarCompiler(tokenizer, self._eos_token_ids, vocab_size)
+        self._masks = GrammarMasks(config.max_num_seqs, vocab_size)
+        self.renderer = ChatRenderer(tokenizer, chat_template, self._admission.check_text)
         self._outputs = OutputProcessor(tokenizer, self._scheduler.finish, self._on_finished, self.events)
+        self._maker = RequestMaker(config, tokenizer, self._eos_token_ids, max_model_len, self.abort)
         self._requests: dict[str, Request] = {}
         self._observers: list[Callable[[RequestRecord], None]] = []
         self._num_requests = 0
         self._seeds = random.Random(config.seed)
         self._num_steps = 0
+        self._step_began: float | None = None
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -143,6 +162,7 @@ class AsyncEngine:
                 await self._task
         if self.dead_error is None:
             self._die("the engine was stopped")
+        self._grammars.close()
         self._executor.close()
 
     @property
@@ -150,16 +170,33 @@ class AsyncEngine:
         """Whether the engine is running and can serve."""
         return self.dead_error is None and self._task is not None and not self._task.done()
 
+    @property
+    def has_generated(self) -> bool:
+        """Whether a token has been generated since the start."""
+        return self._outputs.counters.generation_tokens > 0
+
+    @property
+    def step_seconds(self) -> float:
+        """For how long the step now in flight has been running; 0 between steps."""
+        return 0.0 if self._step_began is None else time.monotonic() - self._step_began
+
+    def fail(self, reason: str) -> None:
+        """Declare the engine dead: its requests fail now, and it takes no more."""
+        if self.dead_error is None:
+            self._die(reason)
+            if self._task is not None:
+                self._task.cancel()
+
     # -- requests ------------------------------------------------------------------------------------------
 
     async def add_request(
-        self, prompt: str | list[int], params: SamplingParams | BeamSearchParams, **options: Any
+        self, prompt: str | list[int], params: RequestParams, **options: Any
     ) -> RequestStream:
         """Queue a request and return its stream; see :meth:`add_requests`.
 
         Args:
             prompt: text, or token ids.
-            params: how to sample and when to stop, or a beam search.
+            params: how to sample and when to stop, a beam search, or how to pool an embedding.
             options: as of :meth:`add_requests`; ``request_id`` instead of ``request_ids``.
         """
         request_id = options.pop("request_id", None)
@@ -170,13 +207,14 @@ class AsyncEngine:
     async def add_requests(
         self,
         prompts: SequenceType[str | list[int]],
-        params: SequenceType[SamplingParams | BeamSearchParams],
+        params: SequenceType[RequestParams],
         *,
         request_ids: SequenceType[str] | None = None,
         add_special_tokens: bool = True,
         arrival_time: float | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        prompt_only: bool = False,
     ) -> list[RequestStream]:
         """Queue several requests, or none of them, and return their streams.
 
@@ -186,6 +224,8 @@ class AsyncEngine:
             arrival_time: ``time.monotonic()`` of the requests' arrival, for their metrics.
             priority: lower is served first, under ``--scheduling-policy priority``.
             cache_salt: only requests with the same salt share cached blocks.
+            prompt_only: generate nothing: every choice ends, with reason ``"length"``, when the prompt is
+                computed (for its logprobs).
 
         Raises:
             InvalidRequestError: one of them cannot be served as written; among several, ``param`` is
@@ -197,17 +237,23 @@ class AsyncEngine:
         self._admission.check_priority(priority)
         self._admission.check_cache_salt(cache_salt)
         checked = []
+        rules: dict[int, tuple[TokenRules | None, CompiledGrammar | None]] = {}
+        pause_at = time.monotonic() + LONGEST_TURN
         for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
             try:
-                token_ids = await self._check_prompt(prompt, prompt_params, add_special_tokens)
-                hash_seed = self._hash_seed(token_ids, cache_salt)
-                hashes = await self._hash_blocks(token_ids, hash_seed)
+                token_ids = await self.check_prompt(prompt, prompt_params, add_special_tokens)
+                if id(prompt_params) not in rules:
+                    rules[id(prompt_params)] = await self._make_rules(prompt_params)
+                hash_seed, hashes = await self._hash(token_ids, prompt_params, cache_salt)
             except InvalidRequestError as error:
                 raise error if len(prompts) == 1 else error.at_index("prompt", index) from None
             text = prompt if isinstance(prompt, str) else None
             checked.append((text, token_ids, prompt_params, hash_seed, hashes))
+            if time.monotonic() > pause_at:
+                await asyncio.sleep(0)
+                pause_at = time.monotonic() + LONGEST_TURN
         self._check_alive()
-        self._check_queue([(token_ids, p) for _, token_ids, p, _, _ in checked])
+        check_queue(self.config, self._scheduler, [(token_ids, p) for _, token_ids, p, _, _ in checked])
         request_ids = request_ids or [uuid.uuid4().hex for _ in prompts]
         for request_id in request_ids:
             if request_id in self._requests:
@@ -218,9 +264,12 @@ class AsyncEngine:
         for request_id, (text, token_ids, prompt_params, hash_seed, hashes) in zip(
             request_ids, checked, strict=True
         ):
-            request = self._make_request(request_id, text, token_ids, prompt_params, arrival_time)
+            request = self._maker.make(request_id, text, token_ids, prompt_params, arrival_time)
             request.hash_seed = hash_seed
+            request.prompt_only = prompt_only or request.embedding is not None
+            request.rules, grammar = rules[id(prompt_params)]
             self._make_sequences(request, prompt_params, hashes, priority)
+            constrain(request, grammar)
             self._requests[request_id] = request
             self._scheduler.add(request)
             streams.append(request.stream)
@@ -241,6 +290,26 @@ class AsyncEngine:
         finally:
             stream.abort()
 
+    async def embed(
+        self, prompt: str | list[int], params: PoolingParams | None = None, **options: Any
+    ) -> EmbeddingRequestOutput:
+        """The embedding of a prompt; cancelling the call aborts it.
+
+        Args:
+            params: how to pool, ``None`` for the defaults.
+            options: as of :meth:`add_request`.
+
+        Raises:
+            InvalidRequestError: the prompt or the parameters are wrong.
+            RequestFailedError: the request failed after admission, or was aborted.
+            EngineDeadError: the engine has stopped.
+        """
+        stream = await self.add_request(prompt, params or PoolingParams(), **options)
+        try:
+            return EmbeddingRequestOutput.from_output(await anext(stream))
+        finally:
+            stream.abort()
+
     def abort(self, request_id: str) -> None:
         """End a request now, queued or running; its blocks are free by the next step. Unknown ids are
         ignored."""
@@ -251,39 +320,9 @@ class AsyncEngine:
             self._scheduler.finish(sequence, "abort")
         self._outputs.abort(request)
 
-    async def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        tools: list[dict[str, Any]] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation, through the model's chat template; exactly one BOS if it has one.
-
-        Raises:
-            InvalidRequestError: no template, a template's own refusal, malformed messages, or too long.
-        """
-        template = self.chat_template
-        if template is None:
-            raise InvalidRequestError(
-                "This model has no chat template; use /v1/completions.", param="messages"
-            )
-
-        def render() -> list[int]:
-            text = template.render(
-                normalise_messages(messages, template),
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                **check_template_kwargs(chat_template_kwargs),
-            )
-            self._admission.check_text(text)
-            return self.tokenizer.encode_chat(text)
-
-        size = sum(len(str(message)) for message in messages)
-        return render() if size < LONG_TEXT else await asyncio.to_thread(render)
+    async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation; see :meth:`ChatRenderer.render`."""
+        return (await self.renderer.render(messages, **options)).token_ids
 
     # -- numbers -------------------------------------------------------------------------------------------
 
@@ -306,6 +345,11 @@ class AsyncEngine:
             block_size=self._pool.block_size,
             num_steps=self._num_steps,
         )
+
+    def restart_counters(self) -> None:
+        """Count tokens and requests from zero."""
+        self._outputs.counters = Counters()
+        self._scheduler.prefix_cache = PrefixCacheCounters()
 
     def reset_prefix_cache(self) -> None:
         """Forget the prefix cache; running requests go on."""
@@ -340,11 +384,13 @@ class AsyncEngine:
                 await self._work.wait()
                 continue
             try:
+                self._step_began = time.monotonic()
                 self._executor.submit(batch)
                 self._outputs.process(undelivered)
                 undelivered = []
+                masks = self._masks.fill(self._scheduler.outputs(batch), self._outputs.fail)
                 await self._executor.forward_done()
-                output = await self._executor.sample()
+                output = await self._executor.sample(masks)
             except Exception as error:
                 logger.exception("step %d failed", batch.step)
                 failed_steps += 1
@@ -353,115 +399,55 @@ class AsyncEngine:
                     self._outputs.process(undelivered)
                     raise
                 continue
+            finally:
+                self._step_began = None
             failed_steps = 0
             self._num_steps += 1
             undelivered = self._scheduler.update(batch, output)
 
     # -- inside --------------------------------------------------------------------------------------------
 
-    async def _check_prompt(
-        self, prompt: str | list[int], params: SamplingParams | BeamSearchParams, add_special_tokens: bool
+    async def check_prompt(
+        self, prompt: str | list[int], params: RequestParams, add_special_tokens: bool
     ) -> list[int]:
+        """The token ids of a prompt as :meth:`add_requests` takes it; raises what that would raise."""
+        num_kept, room = self._admission.num_kept_tokens(params), self._admission.output_room(params)
         if isinstance(prompt, str):
-            self._admission.check_text(prompt)
+            self._admission.check_text(prompt, may_be_cut=num_kept is not None, output_room=room)
             encode = functools.partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
             short = len(prompt) < LONG_TEXT
             token_ids = encode(prompt) if short else await asyncio.to_thread(encode, prompt)
-            self._admission.check_length(token_ids)
+            if num_kept is not None:
+                token_ids = token_ids[-num_kept:]
+            self._admission.check_length(token_ids, room)
         else:
-            token_ids = self._admission.check_token_ids(prompt)
+            token_ids = self._admission.check_token_ids(prompt, num_kept, room)
         self._admission.check_params(params, len(token_ids))
         return token_ids
 
-    def _hash_seed(self, token_ids: list[int], cache_salt: str | None) -> bytes | None:
-        if not self.config.enable_prefix_caching:
-            return None
-        rope = self.model_config.rope
-        dynamic = rope.rope_type == "dynamic" and len(token_ids) > rope.original_max_position_embeddings
-        return chain_seed(salt=cache_salt, prompt_length=len(token_ids) if dynamic else None)
+    async def _make_rules(self, params: RequestParams) -> tuple[TokenRules | None, CompiledGrammar | None]:
+        """What restricts the tokens that a request's rows draw."""
+        if isinstance(params, PoolingParams):
+            return None, None
+        return await self._rule_maker.make(params), await self._grammars.compile(params)
 
-    async def _hash_blocks(self, token_ids: list[int], seed: bytes | None) -> list[bytes]:
-        if seed is None:
-            return []
-        if len(token_ids) < LONG_TEXT:
-            return block_hashes(token_ids, self._pool.block_size, seed)
-        return await asyncio.to_thread(block_hashes, token_ids, self._pool.block_size, seed)
-
-    def _check_queue(self, arrivals: list[tuple[list[int], SamplingParams | BeamSearchParams]]) -> None:
-        config, scheduler = self.config, self._scheduler
-        if config.max_num_queued_reqs is not None:
-            arriving = sum(p.num_sequences for _, p in arrivals)
-            if scheduler.num_waiting + arriving > config.max_num_queued_reqs + self._free_places():
-                raise QueueFullError(
-                    f"{scheduler.num_waiting} requests wait already; {arriving} more would exceed the limit "
-                    f"of {config.max_num_queued_reqs}. Try again later."
-                )
-        if config.max_num_queued_tokens is not None:
-            arriving = sum(len(token_ids) for token_ids, _ in arrivals)
-            if scheduler.num_waiting_tokens + arriving > config.max_num_queued_tokens and scheduler.has_work:
-                raise QueueFullError(
-                    f"{scheduler.num_waiting_tokens} prompt tokens wait already; {arriving} more would "
-                    f"exceed the limit of {config.max_num_queued_tokens}. Try again later."
-                )
+    async def _hash(
+        self, token_ids: list[int], params: RequestParams, cache_salt: str | None
+    ) -> tuple[bytes | None, list[bytes]]:
+        """As :meth:`PromptHasher.hash`; none for a mean: it takes every row of its prompt, computed anew."""
+        if isinstance(params, PoolingParams) and resolved_pooling(params, self.config.pooling) == "mean":
+            return None, []
+        return await self._hasher.hash(token_ids, cache_salt)
 
     def _max_beam_width(self) -> int:
         """A beam reports as many candidates as there are beams, times one more than there are EOS tokens."""
         by_candidates = MAX_LOGPROBS // max(2, 1 + len(self._eos_token_ids))
         return max(min(by_candidates, self.config.max_num_seqs), 1)
 
-    def _free_places(self) -> int:
-        """Sequences that could start at once: they hardly wait."""
-        return max(self.config.max_num_seqs - self._scheduler.num_running, 0)
-
-    def _make_request(
-        self,
-        request_id: str,
-        text: str | None,
-        token_ids: list[int],
-        params: SamplingParams | BeamSearchParams,
-        arrival_time: float,
-    ) -> Request:
-        beams = None
-        selection = None
-        num_choices = params.num_sequences
-        if isinstance(params, BeamSearchParams):
-            room = self.max_model_len - len(token_ids)
-            max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-            beams = BeamSearch(params, self._eos_token_ids, max_tokens)
-            num_logprobs: int | None = beams.num_candidates
-            # What the rows of a beam need to know: they are never sampled from.
-            params = SamplingParams(temperature=0.0, max_tokens=None, output_kind=params.output_kind)
-        else:
-            num_logprobs = params.num_reported_logprobs
-            if params.selects_best:
-                selection = Selection(params.n, show_logprobs=params.logprobs is not None)
-        metrics = RequestMetrics(arrival_time=arrival_time)
-        return Request(
-            request_id=request_id,
-            prompt=text,
-            prompt_token_ids=token_ids,
-            params=params,
-            eos_token_ids=self._eos_token_ids,
-            max_total_tokens=self.max_model_len,
-            metrics=metrics,
-            stream=RequestStream(
-                request_id,
-                text,
-                token_ids,
-                num_choices=num_choices,
-                output_kind=RequestOutputKind.FINAL_ONLY if selection else params.output_kind,
-                metrics=metrics,
-                abort=lambda: self.abort(request_id),
-                selection=selection,
-            ),
-            num_logprobs=num_logprobs,
-            beams=beams,
-        )
-
     def _make_sequences(
         self,
         request: Request,
-        params: SamplingParams | BeamSearchParams,
+        params: RequestParams,
         hashes: list[bytes],
         priority: int,
     ) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
+from collections.abc import Sequence
 
 from streamllm.config import AUTO_LENGTH, EngineConfig
 from streamllm.engine.async_engine import AsyncEngine
-from streamllm.engine.memory import available_memory, gib, longest_sequence, num_kv_blocks
+from streamllm.engine.memory import gib, longest_sequence, num_kv_blocks
 from streamllm.errors import ModelLoadError
+from streamllm.machine import available_cores, available_memory, memory_nodes
 from streamllm.models.checkpoint import open_checkpoint
 from streamllm.models.kv_layout import kv_layout
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.weights import WeightMode
+from streamllm.ops.instruction_set import instruction_set
+from streamllm.ops.memory import spread_over_nodes
 from streamllm.runner.executor import Executor
 from streamllm.runner.model_runner import ModelRunner
 from streamllm.sources import resolve
@@ -49,6 +52,8 @@ def load_engine(config: EngineConfig) -> AsyncEngine:
         num_blocks=num_blocks,
         windows=kv_layout(model_config.layer_windows).windows,
     )
+    if config.backend != "torch":
+        _prepare_machine(memory_nodes())
     runner = ModelRunner(
         model_config,
         checkpoint,
@@ -90,12 +95,31 @@ def load_engine(config: EngineConfig) -> AsyncEngine:
 
 
 def _threads(config: EngineConfig) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     if config.threads is None:
         return cores
     if config.threads > cores:
-        logger.warning("--threads %d is more than the %d cores at hand", config.threads, cores)
+        logger.warning(
+            "--threads %d is more than the %d cores that this process may use (affinity and control group): "
+            "threads will wait for each other; leave it out or lower it",
+            config.threads, cores,
+        )  # fmt: skip
     return config.threads
+
+
+def _prepare_machine(nodes: Sequence[int]) -> None:
+    """Says once what makes this machine slower than it could be, and spreads memory over NUMA nodes."""
+    if (kernels := instruction_set()).name == "portable":
+        logger.warning(
+            "the portable kernels run, which are several times slower than those for AVX2 and better (%s)",
+            kernels.why,
+        )
+    if not spread_over_nodes(nodes):
+        logger.warning(
+            "the kernel refuses to spread memory over the %d NUMA nodes (a container's seccomp profile must "
+            "allow mbind): weights and KV cache may lie on one of them",
+            len(nodes),
+        )  # fmt: skip
 
 
 def _load_tokenizer(files: ModelFiles) -> Tokenizer:

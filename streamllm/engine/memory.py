@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections.abc import Sequence
-from pathlib import Path
 
 from streamllm.config import AUTO_LENGTH, EngineConfig
 from streamllm.engine.block_table import most_blocks
 from streamllm.errors import ConfigError, ModelLoadError, StreamLLMError
 
 DEFAULT_POOL_BYTES = 2 * 2**30
-
-
-def available_memory() -> int:
-    """Bytes that this process can still take: free system memory, capped by its control group's limit."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    group = Path("/sys/fs/cgroup")
-    for limit_file, usage_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit = int((group / limit_file).read_text())
-            usage = int((group / usage_file).read_text())
-        except (OSError, ValueError):
-            continue
-        available = min(available, max(limit - usage, 0))
-    return available
 
 
 def num_kv_blocks(config: EngineConfig, *, bytes_per_block: int, weight_bytes: int, available: int) -> int:

@@ -11,6 +11,7 @@ from streamllm.engine.events import EventLog
 from streamllm.engine.request import Request, Sequence, SequenceUpdate
 from streamllm.engine.sequence_text import SequenceText
 from streamllm.engine.stats import Counters, RequestRecord
+from streamllm.errors import StreamLLMError
 from streamllm.outputs import CompletionOutput, Logprob
 from streamllm.runner.messages import TokenLogprobs
 from streamllm.text.tokenizer import Tokenizer
@@ -59,6 +60,10 @@ class OutputProcessor:
                 logger.exception("delivering to request %s failed", update.sequence.request.request_id)
                 self._fail(update.sequence.request, f"delivering its output failed: {error}", now)
 
+    def fail(self, request: Request, error: str) -> None:
+        """End a request with an error, at any time."""
+        self._fail(request, error, time.monotonic())
+
     def abort(self, request: Request) -> None:
         """Tell the reader that a request was aborted (the scheduler has already let its sequences go)."""
         request.stream.abort_unfinished()
@@ -68,9 +73,14 @@ class OutputProcessor:
 
     def _deliver(self, update: SequenceUpdate, now: float) -> None:
         sequence, request = update.sequence, update.sequence.request
-        self._note_times(request, now)
+        self._count_prompt(request)
+        if not request.prompt_only:
+            self._note_times(request, now)
         delta = CompletionOutput(
-            index=sequence.choice_index, finish_reason=update.finish_reason, stop_reason=update.stop_reason
+            index=sequence.choice_index,
+            finish_reason=update.finish_reason,
+            stop_reason=update.stop_reason,
+            ended_by_id=update.ended_by_id,
         )
         pieces = []
         stop = None
@@ -86,6 +96,7 @@ class OutputProcessor:
             if update.logprobs is not None:
                 self._add_logprobs(delta, sequence, token_id, update.logprobs[position])
             if stop is not None:
+                delta.ended_by_id = False
                 break
         self.counters.generation_tokens += len(delta.token_ids)
         if stop is None and update.finish_reason is not None:
@@ -103,6 +114,7 @@ class OutputProcessor:
 
     def _deliver_beams(self, request: Request, beams: BeamSearch, now: float) -> None:
         """A beam search is over: its hypotheses become the request's choices, best first."""
+        self._count_prompt(request)
         self._note_times(request, now)
         for index, hypothesis in enumerate(beams.results()):
             text = SequenceText(self._tokenizer, request.params)
@@ -121,13 +133,18 @@ class OutputProcessor:
             )
         self._request_finished(request, "stop", now)
 
+    def _count_prompt(self, request: Request) -> None:
+        """Once a request: its prompt has been processed."""
+        if not request.prompt_counted:
+            request.prompt_counted = True
+            request.stream.num_cached_tokens = request.num_cached_tokens
+            self.counters.prompt_tokens += len(request.prompt_token_ids)
+
     def _note_times(self, request: Request, now: float) -> None:
         metrics = request.metrics
         if metrics.first_token_time is None:
             metrics.first_token_time = now
-            request.stream.num_cached_tokens = request.num_cached_tokens
             self._events.record("first_token", request.request_id)
-            self.counters.prompt_tokens += len(request.prompt_token_ids)
         metrics.last_token_time = now
 
     @staticmethod
@@ -139,7 +156,7 @@ class OutputProcessor:
         """Whether the token at ``position`` ended the sequence as EOS or as a stop token."""
         params = update.sequence.request.params
         return (
-            update.finish_reason == "stop"
+            update.ended_by_id
             and position == len(update.token_ids) - 1
             and not (params.include_stop_str_in_output and update.stop_reason is not None)
         )
@@ -156,7 +173,7 @@ class OutputProcessor:
             entry.setdefault(other, Logprob(logprob, rank, text_of(other)))
         delta.logprobs = [*(delta.logprobs or []), entry]
 
-    def _fail(self, request: Request, error: str, now: float) -> None:
+    def _fail(self, request: Request, error: str | StreamLLMError, now: float) -> None:
         for sequence in request.sequences:
             self._finish(sequence, "error", None)
         request.stream.fail(error)

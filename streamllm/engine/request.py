@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from streamllm.errors import StreamLLMError
+from streamllm.ops.step_inputs import LogprobsMode
 from streamllm.outputs import RequestMetrics
-from streamllm.runner.messages import TokenLogprobs
+from streamllm.runner.messages import NewSequence, TokenLogprobs
 from streamllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from streamllm.engine.beam_search import BeamSearch
     from streamllm.engine.block_table import BlockTables
+    from streamllm.engine.embedding import Embedding
+    from streamllm.engine.prompt_logprobs import PromptLogprobs
     from streamllm.engine.sequence_text import SequenceText
     from streamllm.engine.stream import RequestStream
+    from streamllm.engine.structured import GrammarState
+    from streamllm.runner.token_rules import TokenRules
 
 
 class SequenceStatus(enum.Enum):
@@ -43,6 +49,7 @@ class Sequence:
         slot: place in the runner's state while running.
         num_sent_tokens: how many of ``token_ids`` the runner has been told.
         in_flight: whether the step now running reads or writes its blocks.
+        grammar: where its text stands in the grammar that it must follow, if there is one.
     """
 
     key: SchedulingKey
@@ -59,6 +66,7 @@ class Sequence:
     slot: int = -1
     num_sent_tokens: int = 0
     in_flight: bool = False
+    grammar: GrammarState | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -75,8 +83,33 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_adoptable_tokens(self) -> int:
+        """Leading tokens whose K and V may come from the prefix cache: not the last one, which must be
+        computed, nor one whose logits have yet to judge the next token of the prompt."""
+        known = self.request.prompt_logprobs
+        return len(self.token_ids) - 1 if known is None or known.complete else known.num_known - 1
+
+    @property
     def finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    def as_new(self, num_computed_tokens: int) -> NewSequence:
+        """What the runner must know of it as it enters the batch."""
+        request = self.request
+        return NewSequence(
+            slot=self.slot,
+            sequence_id=self.sequence_id,
+            token_ids=list(self.token_ids),
+            num_computed_tokens=num_computed_tokens,
+            block_ids=self.blocks.all_blocks(),
+            params=request.params,
+            num_logprobs=request.num_logprobs,
+            seed=self.seed,
+            choice_index=self.choice_index,
+            num_prompt_tokens=self.num_prompt_tokens,
+            rules=request.rules,
+            logprobs_mode=request.logprobs_mode,
+        )
 
     def fork(self, key: SchedulingKey) -> Sequence:
         """A sequence with the same tokens and computed state: it holds every block of this one once more,
@@ -106,6 +139,13 @@ class Request:
         eos_token_ids: ids that end a sequence unless ``params.ignore_eos``.
         max_total_tokens: a sequence of this length, prompt included, ends with reason ``"length"``.
         num_logprobs: likeliest tokens that the runner reports per sampled one; ``None`` for none.
+        logprobs_mode: which values it reports.
+        rules: what ``params`` add to the logits and forbid among them, if anything.
+        prompt_logprobs: those of the prompt's tokens, if asked for.
+        embedding: that of the prompt, if the request is for one.
+        prompt_only: the sequences end when the prompt is computed, with reason ``"length"`` (``"stop"`` if
+            that gave the embedding).
+        prompt_counted: whether the prompt is in the engine's counters.
         hash_seed: parent of the first block's hash; ``None`` without prefix cache.
         beams: the search, if this is a beam search: ``sequences`` are then its live beams, in its order.
         beam_reports: candidates of those beams that have computed their last token, by sequence id.
@@ -122,6 +162,12 @@ class Request:
     metrics: RequestMetrics
     stream: RequestStream
     num_logprobs: int | None = None
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
+    rules: TokenRules | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    embedding: Embedding | None = None
+    prompt_only: bool = False
+    prompt_counted: bool = False
     hash_seed: bytes | None = None
     beams: BeamSearch | None = None
     sequences: list[Sequence] = field(default_factory=list)
@@ -138,6 +184,7 @@ class SequenceUpdate:
         token_ids: new ids, in order.
         logprobs: one entry per new id where asked for.
         finish_reason: set if the sequence ended with these tokens, with ``stop_reason``.
+        ended_by_id: whether the last of them is EOS or a stop token, and so no text.
         error: why the sequence failed, for ``finish_reason == "error"``.
     """
 
@@ -146,21 +193,41 @@ class SequenceUpdate:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    error: str | None = None
+    ended_by_id: bool = False
+    error: str | StreamLLMError | None = None
 
 
-def ending(sequence: Sequence, token_id: int) -> tuple[str | None, str | int | None]:
-    """Whether the token just appended ends the sequence: (finish reason, stop reason)."""
-    request, params = sequence.request, sequence.request.params
+class Ending(NamedTuple):
+    """How a token ended its sequence.
+
+    Attributes:
+        by_id: it is EOS or a stop token, and no text.
+    """
+
+    finish_reason: str
+    stop_reason: int | None = None
+    by_id: bool = False
+
+
+def ending(sequence: Sequence, token_id: int) -> Ending | None:
+    """How the token just appended ends the sequence, if it does.
+
+    With a grammar EOS ends the text whatever ``ignore_eos`` and ``min_tokens`` say: it was allowed only
+    because the text is complete.
+    """
+    request, params, grammar = sequence.request, sequence.request.params, sequence.grammar
     length = len(sequence.token_ids)
     num_output = length - sequence.num_prompt_tokens
-    if num_output >= params.min_tokens:
-        if token_id in request.eos_token_ids and not params.ignore_eos:
-            return "stop", None
-        if params.stop_token_ids and token_id in params.stop_token_ids:
-            return "stop", token_id
+    if token_id in request.eos_token_ids and (
+        grammar is not None or (num_output >= params.min_tokens and not params.ignore_eos)
+    ):
+        return Ending("stop", by_id=True)
+    if params.stop_token_ids and num_output >= params.min_tokens and token_id in params.stop_token_ids:
+        return Ending("stop", token_id, by_id=True)
+    if grammar is not None and grammar.accept(token_id):
+        return Ending("stop")
     if params.max_tokens is not None and num_output >= params.max_tokens:
-        return "length", None
+        return Ending("length")
     if length >= request.max_total_tokens:
-        return "length", None
-    return None, None
+        return Ending("length")
+    return None

@@ -15,7 +15,7 @@ from bisect import insort
 from collections.abc import Iterator
 from operator import attrgetter
 
-from streamllm.engine import beam_group
+from streamllm.engine import beam_group, embedding, prompt_logprobs
 from streamllm.engine.block_pool import BlockPool
 from streamllm.engine.debug import check_blocks
 from streamllm.engine.events import EventLog
@@ -88,6 +88,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
+    def outputs(self, batch: ScheduledBatch) -> list[Sequence]:
+        """The sequences of ``batch.output_rows`` while the step is under way."""
+        return self._in_flight[batch.step].outputs
+
     def sequences(self) -> Iterator[Sequence]:
         """Every sequence that runs or waits, running ones first."""
         yield from self._running
@@ -153,7 +157,8 @@ class Scheduler:
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceUpdate]:
         """Take in what a step gave: append tokens, end sequences by id or length, free what is done with."""
         in_flight = self._land(batch)
-        updates: list[SequenceUpdate] = []
+        updates = embedding.land(self, in_flight, output.pooled)
+        updates += prompt_logprobs.land(self, in_flight, output.prompt_logprobs)
         for sequence, token_ids, logprobs, error in zip(
             in_flight.outputs, output.token_ids, output.logprobs, output.errors, strict=True
         ):
@@ -194,7 +199,8 @@ class Scheduler:
         """Give running sequences their tokens: decodes one each, prompts an even share of the rest."""
         running = self._running
         num_decodes = sum(1 for s in running if len(s.token_ids) - s.num_computed_tokens == 1)
-        share = self._prefill_share(step.budget - num_decodes, len(running) - num_decodes)
+        newcomers = 1 if self._waiting and self._free_slots else 0
+        share = self.limits.prefill_share(step.budget - num_decodes, len(running) - num_decodes + newcomers)
         index = 0
         while index < len(running):
             sequence = running[index]
@@ -207,13 +213,6 @@ class Scheduler:
                     continue
                 self._take(step, sequence, chunk)
             index += 1
-
-    def _prefill_share(self, budget: int, num_prefills: int) -> int:
-        """Longest chunk that a prompt in progress gets before newcomers are looked at."""
-        newcomers = 1 if self._waiting and self._free_slots else 0
-        share = max(budget // max(num_prefills + newcomers, 1), 1)
-        threshold = self.limits.long_prefill_token_threshold
-        return min(share, threshold) if threshold else share
 
     def _make_room(self, step: Step, sequence: Sequence, chunk: int) -> bool:
         """Blocks for a running sequence's chunk, preempting whoever is served last; ``False`` if that was
@@ -241,7 +240,7 @@ class Scheduler:
                 self._waiting.remove(sequence)
             else:
                 continue
-            self._unschedule(step, sequence)
+            step.take_back(sequence, self.pool)
             self.events.record("preempted", sequence.request.request_id, sequence.num_computed_tokens)
             self._release(sequence)
             sequence.num_computed_tokens = 0
@@ -250,20 +249,6 @@ class Scheduler:
         victim.request.beam_reports.clear()
         victim.request.metrics.num_preemptions += 1
         self.num_preemptions += 1
-
-    def _unschedule(self, step: Step, sequence: Sequence) -> None:
-        """Take a beam's chunk back out of a step in the making (its group is preempted as a whole)."""
-        for index, (scheduled, chunk) in enumerate(step.chunks):
-            if scheduled is sequence:
-                sequence.num_computed_tokens -= chunk
-                step.budget += chunk
-                del step.chunks[index]
-                # Nothing will be copied into its blocks, nor written to them.
-                held = {b for table in sequence.blocks.tables for b in table.held}
-                step.copies = [copy for copy in step.copies if copy[1] not in held]
-                self.pool.withdraw(b for b in step.registered if b in held)
-                step.registered = [b for b in step.registered if b not in held]
-                return
 
     # -- waiting sequences ---------------------------------------------------------------------------------
 
@@ -282,7 +267,9 @@ class Scheduler:
                 self._put_back_prefix(sequence, adopted)
                 self._blocked = (sequence, self.pool.num_free)
                 break
-            chunk = self._first_chunk(step, sequence)
+            chunk = self.limits.first_chunk(
+                sequence.num_uncomputed_tokens, step.budget, step.num_partial_prefills
+            )
             if chunk == 0:
                 # It would be one prompt in progress too many; shorter ones behind it may pass.
                 self._put_back_prefix(sequence, adopted)
@@ -317,16 +304,6 @@ class Scheduler:
         siblings = 0 if request.admitted else len(request.sequences) - 1
         return max(self._watermark_blocks, len(self._running) // 2) + siblings
 
-    def _first_chunk(self, step: Step, sequence: Sequence) -> int:
-        """How much of a waiting sequence this step computes; 0 if it must wait."""
-        uncomputed = sequence.num_uncomputed_tokens
-        threshold = self.limits.long_prefill_token_threshold
-        chunk = min(uncomputed, step.budget, threshold or uncomputed)
-        partial = chunk < uncomputed
-        if partial and step.num_partial_prefills >= self.limits.max_num_partial_prefills:
-            return 0
-        return chunk
-
     def _promised_blocks(self, step: Step) -> int:
         """Blocks that prompts in progress have yet to take: they count as taken."""
         if not step.num_partial_prefills:
@@ -344,12 +321,11 @@ class Scheduler:
         )
 
     def _adopt_prefix(self, sequence: Sequence) -> int:
-        """Hold what the prefix cache has of a waiting sequence, but never its last token, which must be
-        computed; returns the number of tokens."""
+        """Hold what the prefix cache has of a waiting sequence; returns the number of tokens."""
         if not sequence.block_hashes or sequence.num_computed_tokens:
             return 0
         size = self.pool.block_size
-        max_blocks = (len(sequence.token_ids) - 1) // size
+        max_blocks = sequence.num_adoptable_tokens // size
         adopted = size * sequence.blocks.adopt_prefix(sequence.block_hashes, max_blocks)
         sequence.num_computed_tokens = adopted
         self._waiting.num_tokens -= adopted
@@ -370,7 +346,7 @@ class Scheduler:
             request.metrics.first_scheduled_time = self.events.record(
                 "scheduled", request.request_id, sequence.num_computed_tokens
             )
-            if request.hash_seed is not None:
+            if request.hash_seed is not None and request.prompt_logprobs is None:
                 self.prefix_cache.queries += len(request.prompt_token_ids)
                 self.prefix_cache.hits += sequence.num_computed_tokens
 
@@ -427,7 +403,7 @@ class Scheduler:
 
     def _make_batch(self, step: Step) -> ScheduledBatch:
         batch = ScheduledBatch(step=self._num_steps, block_copies=step.copies)
-        in_flight = InFlight([], [], step.registered)
+        in_flight = InFlight(step.registered)
         rows, output_rows, unknown = batch.rows, batch.output_rows, self._unknown_to_runner
         for sequence, chunk in step.chunks:
             end = sequence.num_computed_tokens
@@ -442,7 +418,11 @@ class Scheduler:
             rows.append(ScheduledRow(sequence.slot, end - chunk, chunk, new_token_ids, updates))
             sequence.in_flight = True
             in_flight.rows.append(sequence)
-            if end == len(sequence.token_ids):
+            if sequence.request.prompt_logprobs is not None:
+                prompt_logprobs.schedule(batch, in_flight, sequence, row)
+            elif sequence.request.embedding is not None:
+                embedding.schedule(batch, in_flight, sequence, row)
+            if end == len(sequence.token_ids) and not sequence.request.prompt_only:
                 output_rows.append(OutputRow(row, sequence.sequence_id))
                 in_flight.outputs.append(sequence)
                 if self._num_pending and end == sequence.num_prompt_tokens:
@@ -475,19 +455,7 @@ class Scheduler:
     def _new_sequence(self, sequence: Sequence, num_computed_tokens: int) -> NewSequence:
         self._unknown_to_runner.discard(sequence.sequence_id)
         sequence.num_sent_tokens = len(sequence.token_ids)
-        request = sequence.request
-        return NewSequence(
-            slot=sequence.slot,
-            sequence_id=sequence.sequence_id,
-            token_ids=list(sequence.token_ids),
-            num_computed_tokens=num_computed_tokens,
-            block_ids=sequence.blocks.all_blocks(),
-            params=request.params,
-            num_logprobs=request.num_logprobs,
-            seed=sequence.seed,
-            choice_index=sequence.choice_index,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-        )
+        return sequence.as_new(num_computed_tokens)
 
     # -- after a step --------------------------------------------------------------------------------------
 
@@ -507,11 +475,11 @@ class Scheduler:
         update = SequenceUpdate(sequence, token_ids, logprobs)
         for count, token_id in enumerate(token_ids, start=1):
             sequence.token_ids.append(token_id)
-            reason, stop_reason = ending(sequence, token_id)
-            if reason is not None:
-                update.finish_reason, update.stop_reason = reason, stop_reason
+            end = ending(sequence, token_id)
+            if end is not None:
+                update.finish_reason, update.stop_reason, update.ended_by_id = end
                 update.token_ids = token_ids[:count]
-                self.finish(sequence, reason, stop_reason)
+                self.finish(sequence, end.finish_reason, end.stop_reason)
                 break
         return update
 

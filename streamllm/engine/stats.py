@@ -13,7 +13,7 @@ from streamllm.engine.request import Sequence
 class Counters:
     """Monotone counters since start.
 
-    ``prompt_tokens`` counts a request's prompt once, with its first token; ``generation_tokens`` counts
+    ``prompt_tokens`` counts a request's prompt once, with its first output; ``generation_tokens`` counts
     tokens as they are delivered; ``finished`` counts requests by finish reason.
     """
 

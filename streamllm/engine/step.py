@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from streamllm.engine.block_pool import BlockPool
 from streamllm.engine.request import Sequence
 from streamllm.runner.messages import BlockCopy
 
@@ -32,6 +33,19 @@ class Limits:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
 
+    def prefill_share(self, budget: int, num_prefills: int) -> int:
+        """Longest chunk that each of so many prompts in progress, expected newcomers among them, gets at
+        first."""
+        share = max(budget // max(num_prefills, 1), 1)
+        threshold = self.long_prefill_token_threshold
+        return min(share, threshold) if threshold else share
+
+    def first_chunk(self, uncomputed: int, budget: int, num_partial_prefills: int) -> int:
+        """How much of a newcomer's tokens a step computes; 0 if it must wait."""
+        chunk = min(uncomputed, budget, self.long_prefill_token_threshold or uncomputed)
+        partial = chunk < uncomputed
+        return 0 if partial and num_partial_prefills >= self.max_num_partial_prefills else chunk
+
 
 @dataclass(slots=True)
 class PrefixCacheCounters:
@@ -52,11 +66,33 @@ class Step:
     num_partial_prefills: int = 0
     preempted: bool = False
 
+    def take_back(self, sequence: Sequence, pool: BlockPool) -> None:
+        """Undo a sequence's chunk, if it has one (a beam whose group is preempted as a whole)."""
+        for index, (scheduled, chunk) in enumerate(self.chunks):
+            if scheduled is sequence:
+                sequence.num_computed_tokens -= chunk
+                self.budget += chunk
+                del self.chunks[index]
+                # Nothing will be copied into its blocks, nor written to them.
+                held = {b for table in sequence.blocks.tables for b in table.held}
+                self.copies = [copy for copy in self.copies if copy[1] not in held]
+                pool.withdraw(b for b in self.registered if b in held)
+                self.registered = [b for b in self.registered if b not in held]
+                return
+
 
 @dataclass(slots=True)
 class InFlight:
-    """A step that has been handed out and has not returned."""
+    """A step that has been handed out and has not returned.
 
-    rows: list[Sequence]
-    outputs: list[Sequence]
+    Attributes:
+        registered: blocks that can be shared once it has.
+        rows, outputs, prompts, pooled: the sequences of the batch's ``rows``, ``output_rows``,
+            ``prompt_rows`` and ``pool_rows``.
+    """
+
     registered: list[int]
+    rows: list[Sequence] = field(default_factory=list)
+    outputs: list[Sequence] = field(default_factory=list)
+    prompts: list[Sequence] = field(default_factory=list)
+    pooled: list[Sequence] = field(default_factory=list)

@@ -6,10 +6,15 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from streamllm.errors import RequestFailedError, StreamLLMError
 from streamllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from streamllm.sampling_params import RequestOutputKind
+
+if TYPE_CHECKING:
+    from streamllm.engine.embedding import Embedding
+    from streamllm.engine.prompt_logprobs import PromptLogprobs
 
 
 class RequestStream:
@@ -17,7 +22,8 @@ class RequestStream:
 
     What arrives while the reader is busy is merged, so a slow reader costs no queue: at most one pending
     output exists. With ``DELTA`` each output holds the news, with ``CUMULATIVE`` everything so far, with
-    ``FINAL_ONLY`` there is one, at the end.
+    ``FINAL_ONLY`` there is one, at the end. Prompt logprobs come with the first output (cumulatively: with
+    each).
 
     Raises (from iteration):
         RequestFailedError: the request failed after admission.
@@ -35,14 +41,19 @@ class RequestStream:
         metrics: RequestMetrics,
         abort: Callable[[], None],
         selection: Selection | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
+        embedding: Embedding | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self._kind = output_kind
-        self._metrics = metrics
+        self.metrics = metrics
         self._abort = abort
         self._selection = selection
+        self._prompt_logprobs = prompt_logprobs
+        self._embedding = embedding
+        self.num_choices = num_choices
         self._unfinished = dict.fromkeys(range(num_choices))
         self.num_cached_tokens = 0
         self.num_pushed_tokens = 0
@@ -50,7 +61,8 @@ class RequestStream:
         self._has_news = False
         self._exhausted = False
         self._error: StreamLLMError | None = None
-        self._ready = asyncio.Event()
+        self._is_ready = False
+        self._reader: asyncio.Future[None] | None = None
 
     # -- the reader's side ---------------------------------------------------------------------------------
 
@@ -60,7 +72,9 @@ class RequestStream:
     async def __anext__(self) -> RequestOutput:
         if self._exhausted:
             raise StopAsyncIteration
-        await self._ready.wait()
+        if not self._is_ready:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         if self._has_news:
             return self._take()
         self._exhausted = True
@@ -90,7 +104,7 @@ class RequestStream:
             self._unfinished.pop(delta.index, None)
         self._has_news = True
         if self._kind is not RequestOutputKind.FINAL_ONLY or not self._unfinished:
-            self._ready.set()
+            self._wake_reader()
 
     def abort_unfinished(self) -> None:
         """End every choice that has not ended."""
@@ -103,10 +117,18 @@ class RequestStream:
             self._error = RequestFailedError(error) if isinstance(error, str) else error
             if self._kind is RequestOutputKind.FINAL_ONLY:
                 self._has_news = False
-            self._ready.set()
+            self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        # A bare future: an Event costs every token of every stream several times as much.
+        self._is_ready = True
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def _take(self) -> RequestOutput:
-        choices = sorted(self._choices.values(), key=lambda choice: choice.index)
+        choices = list(self._choices.values())
+        if len(choices) > 1:
+            choices.sort(key=lambda choice: choice.index)
         finished = not self._unfinished
         if self._kind is RequestOutputKind.CUMULATIVE:
             choices = [_snapshot(choice) for choice in choices]
@@ -116,16 +138,23 @@ class RequestStream:
             choices = self._selection.apply(choices)
         self._has_news = False
         self._exhausted = finished
+        prompt_logprobs = self._prompt_logprobs
+        if prompt_logprobs is not None and not prompt_logprobs.complete:  # it was aborted before
+            prompt_logprobs = None
+        if self._kind is not RequestOutputKind.CUMULATIVE:
+            self._prompt_logprobs = None
         if not finished and self._error is None:
-            self._ready.clear()
+            self._is_ready = False
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=choices,
             finished=finished,
-            metrics=self._metrics,
+            metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=prompt_logprobs,
+            embedding=None if self._embedding is None else self._embedding.values,
         )
 
 
@@ -166,6 +195,7 @@ def _merge(known: CompletionOutput, delta: CompletionOutput) -> None:
         known.logprobs = [*(known.logprobs or []), *delta.logprobs]
     known.finish_reason = delta.finish_reason
     known.stop_reason = delta.stop_reason
+    known.ended_by_id = delta.ended_by_id
 
 
 def _snapshot(choice: CompletionOutput) -> CompletionOutput:
@@ -177,4 +207,5 @@ def _snapshot(choice: CompletionOutput) -> CompletionOutput:
         logprobs=None if choice.logprobs is None else list(choice.logprobs),
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
+        ended_by_id=choice.ended_by_id,
     )

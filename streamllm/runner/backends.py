@@ -11,13 +11,15 @@ from streamllm.models.model_config import ModelConfig
 from streamllm.models.registry import Family
 from streamllm.models.weights import WeightLoader, WeightMode
 from streamllm.ops import Ops
-from streamllm.ops.cpu_plan import CompiledPlan, CpuOps
+from streamllm.ops.cpu_plan import CompiledPlan, CpuOps, PlanBuffer
 from streamllm.ops.step_inputs import SamplingBuffers, StepInputs
 from streamllm.runner import sampler
 
 
 class Backend(Protocol):
     """Runs the forward, then logits and sampling, over buffers that were given once.
+
+    Logits and sampling are one phase, or two where something must see the logits in between.
 
     Attributes:
         event_fd: becomes readable when a submitted phase is done; ``None`` if phases block until then.
@@ -41,7 +43,18 @@ class Backend(Protocol):
 
     def submit_forward(self) -> None: ...
 
-    def submit_sample(self) -> None: ...
+    def hidden(self) -> np.ndarray:
+        """Hidden states of the last forward, float32 ``[tokens, hidden_size]``; a view that the next one
+        changes."""
+
+    def submit_sample(self) -> None:
+        """Logits of the output rows, and a token drawn from each."""
+
+    def submit_logits(self) -> None:
+        """Logits of the output rows alone; :meth:`logits` shows them when they are there."""
+
+    def submit_draw(self) -> None:
+        """A token drawn from each row of the logits that :meth:`submit_logits` computed."""
 
     def wait(self) -> None:
         """Blocks until the submitted phase is done; takes its signal from ``event_fd``."""
@@ -53,12 +66,14 @@ class Backend(Protocol):
 
 
 class PlanBackend:
-    """Native plans: one for the forward, one for logits and sampling."""
+    """Native plans: one for the forward, one for logits and sampling; two more, recorded when they are first
+    needed, for logits alone and for sampling alone."""
 
     def __init__(self, *, threads: int, max_tokens: int, max_outputs: int):
         self._ops = CpuOps(threads=threads, max_tokens=max_tokens, max_outputs=max_outputs)
         self.event_fd: int | None = os.eventfd(0, os.EFD_CLOEXEC)
         self._submitted: CompiledPlan | None = None
+        self._logits_plan: CompiledPlan | None = None
 
     @property
     def ops(self) -> Ops:
@@ -75,16 +90,41 @@ class PlanBackend:
         self._inputs = inputs
         ops = self._ops
         hidden = family.forward(model, ops, inputs)
-        self._forward = ops.compile(keep=[hidden])
-        self._logits = family.logits(model, ops, ops.select_rows(hidden, inputs))
-        ops.sample(self._logits, sampled_vocab_size, sampling)
+        self._forward, self._hidden = ops.compile(keep=[hidden]), hidden
+
+        def record_logits() -> PlanBuffer:
+            return family.logits(model, ops, ops.select_rows(hidden, inputs))
+
+        def record_draw(logits: PlanBuffer) -> None:
+            ops.sample(logits, sampled_vocab_size, sampling)
+
+        self._record_logits, self._record_draw = record_logits, record_draw
+        self._logits = record_logits()
+        record_draw(self._logits)
         self._head = ops.compile(keep=[self._logits])
+        self._logits_of = (self._head, self._logits)
 
     def submit_forward(self) -> None:
         self._submit(self._forward)
 
+    def hidden(self) -> np.ndarray:
+        return self._forward.read(self._hidden, self._inputs.num_tokens)
+
     def submit_sample(self) -> None:
+        self._logits_of = (self._head, self._logits)
         self._submit(self._head)
+
+    def submit_logits(self) -> None:
+        if self._logits_plan is None:
+            self._lone_logits = self._record_logits()
+            self._logits_plan = self._ops.compile(keep=[self._lone_logits])
+            self._record_draw(self._lone_logits)
+            self._draw_plan = self._ops.compile()
+        self._logits_of = (self._logits_plan, self._lone_logits)
+        self._submit(self._logits_plan)
+
+    def submit_draw(self) -> None:
+        self._submit(self._draw_plan)
 
     def wait(self) -> None:
         if self._submitted is not None and self.event_fd is not None:
@@ -93,7 +133,8 @@ class PlanBackend:
             self._submitted = None
 
     def logits(self) -> np.ndarray:
-        return self._head.read(self._logits, self._inputs.num_outputs)
+        plan, buffer = self._logits_of
+        return plan.read(buffer, self._inputs.num_outputs)
 
     def close(self) -> None:
         self.wait()
@@ -136,9 +177,18 @@ class TorchBackend:
     def submit_forward(self) -> None:
         self._hidden = self._family.forward(self._model, self.ops, self._inputs)
 
+    def hidden(self) -> np.ndarray:
+        return self._hidden.numpy()
+
     def submit_sample(self) -> None:
+        self.submit_logits()
+        self.submit_draw()
+
+    def submit_logits(self) -> None:
         selected = self.ops.select_rows(self._hidden, self._inputs)
         self._logits = self._family.logits(self._model, self.ops, selected).numpy()
+
+    def submit_draw(self) -> None:
         sampler.sample(self._logits[:, : self._sampled_vocab_size], self._sampling)
 
     def wait(self) -> None:

@@ -6,8 +6,10 @@ from array import array
 
 import numpy as np
 
-from streamllm.ops.step_inputs import SamplingBuffers, StepInputs
+from streamllm.ops.step_inputs import ROW_EDITS, SamplingBuffers, StepInputs
 from streamllm.runner.messages import NewSequence, ScheduledBatch
+from streamllm.runner.processor_pass import ProcessorCall
+from streamllm.runner.token_rules import SequenceRules, TokenRules
 
 _MASK64 = 2**64 - 1
 
@@ -36,6 +38,12 @@ class BatchState:
         self._seed = np.zeros(max_num_seqs, np.uint64)
         self._choice = np.zeros(max_num_seqs, np.int32)
         self._num_logprobs = np.full(max_num_seqs, -1, np.int32)
+        self._logprobs_mode = np.zeros(max_num_seqs, np.int32)
+        # Slots with rules; for the others the addresses are 0.
+        self._rules: dict[int, SequenceRules] = {}
+        self._edits = np.zeros(max_num_seqs, ROW_EDITS)
+        self._edits_address = np.zeros(max_num_seqs, np.int64)
+        self._allowed_mask_address = np.zeros(max_num_seqs, np.int64)
 
     @property
     def num_sequences(self) -> int:
@@ -67,16 +75,15 @@ class BatchState:
                 raise ValueError(f"slot {slot} is scheduled but holds no sequence")
             if row.new_token_ids:
                 tokens.extend(row.new_token_ids)
+                if slot in self._rules:
+                    self._rules[slot].append(row.new_token_ids)
             for group, first, block_ids in row.block_updates:
                 blocks = self._blocks[group][slot]
                 blocks[first:] = array("i", block_ids)
                 self._block_addresses[group][slot] = blocks.buffer_info()[0]
 
-    def fill(self, batch: ScheduledBatch, inputs: StepInputs, sampling: SamplingBuffers) -> None:
-        """Writes the step's arrays.
-
-        ``inputs.rope_rows`` gets each token's position. Sampling rows follow ``batch.output_rows``.
-        """
+    def fill(self, batch: ScheduledBatch, inputs: StepInputs) -> None:
+        """Writes the forward's arrays. ``inputs.rope_rows`` gets each token's position."""
         token_ids: list[int] = []
         positions: list[int] = []
         query_start, context_lens = [0], []
@@ -100,7 +107,6 @@ class BatchState:
         inputs.num_tokens, inputs.num_sequences = num_tokens, num_sequences
         for group in range(self._num_groups):
             self._fill_group(batch, inputs, group)
-        self._fill_outputs(batch, inputs, sampling)
 
     def _fill_group(self, batch: ScheduledBatch, inputs: StepInputs, group: int) -> None:
         """Where each token's K and V go, and where each sequence's blocks stand, for one KV group."""
@@ -124,7 +130,9 @@ class BatchState:
         slots = [row.slot for row in batch.rows]
         return np.repeat(self._num_prompt_tokens[slots], [row.num_tokens for row in batch.rows])
 
-    def _fill_outputs(self, batch: ScheduledBatch, inputs: StepInputs, sampling: SamplingBuffers) -> None:
+    def fill_outputs(self, batch: ScheduledBatch, inputs: StepInputs, sampling: SamplingBuffers) -> None:
+        """Writes the sampling's arrays, one entry for each of ``batch.output_rows``: those of grammars and
+        logits processors, which come later, as if there were none."""
         count = inputs.num_outputs = len(batch.output_rows)
         if not count:
             return
@@ -141,12 +149,41 @@ class BatchState:
         sampling.seed[:count] = self._seed[slots]
         sampling.choice[:count] = self._choice[slots]
         sampling.num_logprobs[:count] = self._num_logprobs[slots]
+        sampling.logprobs_mode[:count] = self._logprobs_mode[slots]
+        if self._rules:
+            for slot in self._rules.keys() & slot_list:
+                self._rules[slot].refresh(self._tokens[slot])  # type: ignore[arg-type]
+        sampling.edits[:count] = self._edits_address[slots]
+        sampling.allowed_mask[:count] = self._allowed_mask_address[slots]
+        sampling.grammar_mask[:count] = sampling.replacement[:count] = 0
+        sampling.target[:count] = -1
+
+    def processor_calls(self, batch: ScheduledBatch) -> list[ProcessorCall]:
+        """The output rows whose logits pass through processors."""
+        if not self._rules:
+            return []
+        calls = []
+        for row, output in enumerate(batch.output_rows):
+            slot = self._slot_of[output.sequence_id]
+            tokens, known = self._tokens[slot], self._rules.get(slot)
+            if known is not None and known.rules.processors:
+                assert tokens is not None
+                output_ids = tokens[known.num_prompt_tokens :].tolist()
+                calls.append(ProcessorCall(row, known.prompt_token_ids, output_ids, known.rules.processors))
+        return calls
+
+    def rules(self, sequence_id: int) -> TokenRules | None:
+        """The rules of a sequence's request, if it has any."""
+        rules = self._rules.get(self._slot_of[sequence_id])
+        return None if rules is None else rules.rules
 
     def _remove(self, slot: int) -> None:
         """Empties a slot; an empty one stays so (its sequence may have failed on its way in)."""
         self._slot_of.pop(self._sequence_ids[slot], None)
         self._sequence_ids[slot] = -1
         self._tokens[slot] = None
+        if self._rules.pop(slot, None) is not None:
+            self._edits_address[slot] = self._allowed_mask_address[slot] = 0
         for blocks, addresses in zip(self._blocks, self._block_addresses, strict=True):
             blocks[slot] = array("i")
             addresses[slot] = 0
@@ -169,3 +206,16 @@ class BatchState:
         self._seed[slot] = sequence.seed & _MASK64
         self._choice[slot] = sequence.choice_index
         self._num_logprobs[slot] = -1 if sequence.num_logprobs is None else sequence.num_logprobs
+        self._logprobs_mode[slot] = sequence.logprobs_mode
+        if sequence.rules is not None:
+            self._add_rules(slot, sequence.rules)
+
+    def _add_rules(self, slot: int, rules: TokenRules) -> None:
+        tokens = self._tokens[slot]
+        assert tokens is not None
+        record = self._edits[slot]
+        self._rules[slot] = SequenceRules(rules, tokens, int(self._num_prompt_tokens[slot]), record)
+        if rules.edits_logits:
+            self._edits_address[slot] = self._edits.ctypes.data + slot * ROW_EDITS.itemsize
+        if rules.allowed_mask is not None:
+            self._allowed_mask_address[slot] = rules.allowed_mask.ctypes.data

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import numpy as np
 
 from streamllm.runner.messages import ScheduledBatch, StepOutput
 from streamllm.runner.model_runner import ModelRunner
@@ -17,8 +19,8 @@ class Executor:
     With native plans the loop watches the runner's event fd: no Python thread has to win the interpreter lock
     back. A runner without one computes in a single thread of its own.
 
-    A step is :meth:`submit`, :meth:`forward_done`, :meth:`sample`. What a step raises comes out of the last
-    two; the executor stays usable.
+    A step is :meth:`submit`, :meth:`forward_done`, :meth:`sample`; the last runs all of the runner's phases
+    after the forward. What a step raises comes out of the last two; the executor stays usable.
     """
 
     def __init__(self, runner: ModelRunner):
@@ -42,10 +44,18 @@ class Executor:
         self.submit(batch)
         await self.forward_done()
 
-    async def sample(self) -> StepOutput:
-        """Computes logits and samples, after the forward is done."""
-        self._phase = self._begin(self.runner.sample)
-        await asyncio.shield(self._phase)
+    async def sample(self, masks: Mapping[int, np.ndarray] | None = None) -> StepOutput:
+        """Computes logits and samples, after the forward is done; ``masks`` as in
+        :meth:`ModelRunner.sample`."""
+        loop = asyncio.get_running_loop()
+        if self._thread is not None:
+            return await asyncio.shield(loop.run_in_executor(self._thread, self.runner.finish, masks))
+        for work in self.runner.sample(masks):
+            if work is None:
+                self._phase = self._submitted(loop)
+                await asyncio.shield(self._phase)
+            else:
+                await asyncio.shield(loop.run_in_executor(None, work))
         return self.runner.result()
 
     def close(self) -> None:
@@ -60,15 +70,20 @@ class Executor:
         loop = asyncio.get_running_loop()
         if self._thread is not None:
             return loop.run_in_executor(self._thread, self._run, start, *args)
-        self._watch(loop)
-        phase: asyncio.Future[None] = loop.create_future()
         try:
             start(*args)
         except Exception as error:
-            phase.set_exception(error)
-        else:
-            if not self.runner.in_flight:
-                phase.set_result(None)
+            failed: asyncio.Future[None] = loop.create_future()
+            failed.set_exception(error)
+            return failed
+        return self._submitted(loop)
+
+    def _submitted(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+        """The future of the native phase that has been submitted, or that was done at once."""
+        self._watch(loop)
+        phase: asyncio.Future[None] = loop.create_future()
+        if not self.runner.in_flight:
+            phase.set_result(None)
         return phase
 
     def _run(self, start: Callable[..., None], *args: Any) -> None:

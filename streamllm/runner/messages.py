@@ -10,6 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+
+from streamllm.errors import InvalidRequestError
+from streamllm.ops.step_inputs import LogprobsMode
+from streamllm.pooling_params import Pooling
+from streamllm.runner.token_rules import TokenRules
 from streamllm.sampling_params import SamplingParams
 
 BlockUpdate = tuple[int, int, list[int]]
@@ -41,6 +47,8 @@ class NewSequence:
         seed: 64-bit seed of its random numbers.
         choice_index: which choice of its request it is; part of the random counter.
         num_prompt_tokens: where output begins; random counters start there.
+        rules: what its request adds to the logits and forbids among them, if anything.
+        logprobs_mode: which values are reported as logprobs.
     """
 
     slot: int
@@ -53,6 +61,8 @@ class NewSequence:
     seed: int
     choice_index: int
     num_prompt_tokens: int
+    rules: TokenRules | None = None
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
 
 
 @dataclass(slots=True)
@@ -88,6 +98,37 @@ class OutputRow:
 
 
 @dataclass(slots=True)
+class PromptRows:
+    """Prompt tokens whose logprobs are wanted; the token at a position is judged by the logits one before it,
+    which must be in ``rows[row]``'s chunk.
+
+    Attributes:
+        first: position of the first of them, at least 1.
+        token_ids: these tokens, in order.
+        num_logprobs: likeliest tokens to report for each.
+    """
+
+    row: int
+    first: int
+    token_ids: list[int]
+    num_logprobs: int
+
+
+@dataclass(slots=True)
+class PoolRow:
+    """A chunk whose hidden states are pooled into its sequence's embedding.
+
+    Attributes:
+        row: the chunk, ``rows[row]``. For a mean every chunk of the prompt is named, from its first token on.
+        complete: it ends with the prompt's last token, so that the result is wanted.
+    """
+
+    row: int
+    pooling: Pooling
+    complete: bool
+
+
+@dataclass(slots=True)
 class ScheduledBatch:
     """One step's work.
 
@@ -97,6 +138,8 @@ class ScheduledBatch:
         rows: one entry a scheduled sequence, in the order of their tokens in the flat batch.
         output_rows: rows that produce an output. A chunk that ends before the sequence's last known token
             has none.
+        prompt_rows: prompt tokens that are judged, one entry a sequence.
+        pool_rows: chunks that are pooled, one entry a sequence.
         finished_slots: slots given back since the last step.
         block_copies: blocks to copy before the forward.
     """
@@ -105,6 +148,8 @@ class ScheduledBatch:
     new_sequences: list[NewSequence] = field(default_factory=list)
     rows: list[ScheduledRow] = field(default_factory=list)
     output_rows: list[OutputRow] = field(default_factory=list)
+    prompt_rows: list[PromptRows] = field(default_factory=list)
+    pool_rows: list[PoolRow] = field(default_factory=list)
     finished_slots: list[int] = field(default_factory=list)
     block_copies: list[BlockCopy] = field(default_factory=list)
 
@@ -130,15 +175,39 @@ class TokenLogprobs:
 
 
 @dataclass(slots=True)
+class PromptLogprobChunk:
+    """Raw logprobs of consecutive tokens of a prompt.
+
+    Attributes:
+        first: position of the first of them.
+        logprobs: float32 ``[count]``, of the tokens themselves.
+        ranks: int32 ``[count]``, 1 for the likeliest.
+        top_ids, top_logprobs: int32 and float32 ``[count, k]``, the k likeliest in falling order.
+    """
+
+    first: int
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
+@dataclass(slots=True)
 class StepOutput:
-    """What a step gave, aligned with ``ScheduledBatch.output_rows``.
+    """What a step gave, aligned with ``ScheduledBatch.output_rows``, ``prompt_rows`` and ``pool_rows``.
 
     Attributes:
         token_ids: per output row the ids it produced: one for a decode (more under speculation).
         logprobs: per output row ``None``, or one entry a token in ``token_ids``.
-        errors: per output row ``None``, or why it produced no token (its logits were not finite).
+        errors: per output row ``None``, or why it produced no token: its logits were not finite, a logits
+            processor failed; an ``InvalidRequestError`` where its request's own rules forbid every token.
+        prompt_logprobs: per entry of ``prompt_rows`` their logprobs, or why there are none.
+        pooled: per entry of ``pool_rows`` the pooled hidden states, float64 ``[hidden_size]``, or why there
+            are none; ``None`` where the prompt goes on.
     """
 
     token_ids: list[list[int]]
     logprobs: list[list[TokenLogprobs] | None]
-    errors: list[str | None]
+    errors: list[str | InvalidRequestError | None]
+    prompt_logprobs: list[PromptLogprobChunk | str] = field(default_factory=list)
+    pooled: list[np.ndarray | str | None] = field(default_factory=list)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator, Mapping
+
 import numpy as np
 
-from streamllm.errors import ConfigError, ModelLoadError
+from streamllm.errors import ConfigError, InvalidRequestError, ModelLoadError
 from streamllm.models.checkpoint import Checkpoint
 from streamllm.models.kv_layout import kv_layout
 from streamllm.models.model_config import ModelConfig
@@ -13,18 +16,27 @@ from streamllm.models.rope import RopeTable
 from streamllm.models.weights import WeightMode, weight_bytes
 from streamllm.ops.cpu_plan import CpuOps
 from streamllm.ops.kv_cache import KVCache, kv_bytes_per_block
-from streamllm.ops.step_inputs import SamplingBuffers, StepInputs
+from streamllm.ops.step_inputs import TOKEN_NOTHING_ALLOWED, SamplingBuffers, StepInputs
 from streamllm.runner.backends import Backend, PlanBackend, TorchBackend, load_model
 from streamllm.runner.batch_state import BatchState
-from streamllm.runner.messages import ScheduledBatch, StepOutput, TokenLogprobs
+from streamllm.runner.messages import PromptLogprobChunk, ScheduledBatch, StepOutput, TokenLogprobs
+from streamllm.runner.pooler import MANY_VALUES, Pooler
+from streamllm.runner.processor_pass import ProcessorPass
+from streamllm.runner.prompt_rows import SLICE_ROWS, PromptRowsPass
+
+PythonPhase = Callable[[], None]
+"""A phase that is computed in Python, on a thread of its own."""
 
 MAX_HEAD_DIM = 256
 NOT_FINITE = "the model produced logits that are not finite"
 
 
 class ModelRunner:
-    """Runs one model's steps. A step is :meth:`start`, :meth:`wait`, :meth:`sample`, :meth:`wait`,
-    :meth:`result`, in that order; one step at a time.
+    """Runs one model's steps, one at a time.
+
+    A step is a sequence of phases: :meth:`start` submits the forward, :meth:`sample` gives the others one by
+    one, and each must be done (:meth:`wait`) before the next begins; then :meth:`result`. :meth:`step` does
+    it all.
 
     Args:
         block_size: positions a block, a multiple of 16.
@@ -77,7 +89,12 @@ class ModelRunner:
         self.num_groups = layout.num_groups
         self.vocab_size = model_config.vocab_size
         self.in_flight = False
+        self._prompt_logprobs: list[PromptLogprobChunk | str] = []
+        self._pooler = Pooler()
+        self._pooled: list[np.ndarray | str | None] = []
+        self._errors: dict[int, str] = {}
         self._max_num_batched_tokens = max_num_batched_tokens
+        max_outputs = max(max_num_seqs, SLICE_ROWS)
         self._rope = RopeTable(
             model_config.rope, max_model_len, max_dynamic_rows=max(2 * max_num_batched_tokens, 4096)
         )
@@ -96,10 +113,11 @@ class ModelRunner:
             self._rope.sin,
             self._cache,
             num_groups=layout.num_groups,
+            max_outputs=max_outputs,
         )
-        self._sampling = SamplingBuffers.allocate(max_num_seqs)
+        self._sampling = SamplingBuffers.allocate(max_outputs)
         self._state = BatchState(max_num_seqs, layout.num_groups)
-        self._backend = _make_backend(backend, threads, max_num_batched_tokens, max_num_seqs)
+        self._backend = _make_backend(backend, threads, max_num_batched_tokens, max_outputs)
         try:
             model = load_model(family, self._backend, checkpoint, model_config, progress, weight_mode)
         except MemoryError as error:
@@ -139,25 +157,79 @@ class ModelRunner:
             raise RuntimeError("a phase is still running; wait for it first")
         self._batch = batch
         self._state.update(batch)
+        self._pooler.forget(batch.finished_slots)
         if batch.num_tokens > self._max_num_batched_tokens:
             raise ValueError(
                 f"the batch has {batch.num_tokens} tokens, more than {self._max_num_batched_tokens}"
             )
         self._cache.copy_blocks(batch.block_copies)
-        self._state.fill(batch, self._inputs, self._sampling)
+        self._state.fill(batch, self._inputs)
         if self._rope.is_dynamic:
             self._fill_dynamic_rope(batch)
         if batch.rows:
             self._backend.submit_forward()
             self.in_flight = True
 
-    def sample(self) -> None:
-        """Submits logits and sampling of the step's output rows."""
+    def sample(self, masks: Mapping[int, np.ndarray] | None = None) -> Iterator[PythonPhase | None]:
+        """The phases after the forward: pooling, a slice of prompt rows each, then the output rows.
+
+        Args:
+            masks: output row -> what its grammar allows, uint32 ``[ceil(vocab_size / 32)]``, bit ``id % 32``
+                of word ``id // 32``; they must stay as they are until the last phase is done.
+
+        Yields:
+            ``None`` when a native phase has been submitted, which must be waited for; or Python work to call,
+            off the event loop. Then ask for the next phase.
+        """
         if self.in_flight:
             raise RuntimeError("a phase is still running; wait for it first")
-        if self._inputs.num_outputs:
-            self._backend.submit_sample()
-            self.in_flight = True
+        return self._phases(self._batch, masks or {})
+
+    def _phases(self, batch: ScheduledBatch, masks: Mapping[int, np.ndarray]) -> Iterator[PythonPhase | None]:
+        inputs, sampling = self._inputs, self._sampling
+        self._prompt_logprobs, self._pooled = [], []
+        if batch.pool_rows:
+            hidden = self._backend.hidden()
+            if hidden.size < MANY_VALUES:
+                self._pool(batch, hidden)
+            else:
+                yield functools.partial(self._pool, batch, hidden)
+        if batch.prompt_rows:
+            prompt_rows = PromptRowsPass(batch, inputs)
+            for part in prompt_rows.slices():
+                prompt_rows.fill(part, inputs, sampling)
+                self._submit_sample()
+                yield None
+                prompt_rows.gather(part, sampling)
+            self._prompt_logprobs = prompt_rows.chunks(self._sampled_vocab_size, NOT_FINITE)
+        self._state.fill_outputs(batch, inputs, sampling)
+        for row, mask in masks.items():
+            sampling.grammar_mask[row] = mask.ctypes.data
+        self._errors = {}
+        if calls := self._state.processor_calls(batch):
+            yield from self._process_logits(ProcessorPass(calls))
+        elif inputs.num_outputs:
+            self._submit_sample()
+            yield None
+
+    def _pool(self, batch: ScheduledBatch, hidden: np.ndarray) -> None:
+        self._pooled = self._pooler.pool(batch, self._inputs.query_start, hidden)
+
+    def _process_logits(self, processing: ProcessorPass) -> Iterator[PythonPhase | None]:
+        """Logits, the processors of those rows that have any, then the draw of all rows."""
+        self._backend.submit_logits()
+        self.in_flight = True
+        yield None
+        logits = self._backend.logits()[:, : self._sampled_vocab_size]
+        yield functools.partial(processing.run, logits, self._sampling)
+        self._errors = processing.errors
+        self._backend.submit_draw()
+        self.in_flight = True
+        yield None
+
+    def _submit_sample(self) -> None:
+        self._backend.submit_sample()
+        self.in_flight = True
 
     def wait(self) -> None:
         """Blocks until the submitted phase is done."""
@@ -165,18 +237,51 @@ class ModelRunner:
             self.in_flight = False
             self._backend.wait()
 
+    def finish(self, masks: Mapping[int, np.ndarray] | None = None) -> StepOutput:
+        """All phases after the forward, blocking; ``masks`` as in :meth:`sample`."""
+        for work in self.sample(masks):
+            if work is None:
+                self.wait()
+            else:
+                work()
+        return self.result()
+
+    def step(self, batch: ScheduledBatch) -> StepOutput:
+        """A whole step, blocking."""
+        self.start(batch)
+        self.wait()
+        return self.finish()
+
     def result(self) -> StepOutput:
-        """The step's tokens, after sampling is done."""
+        """The step's tokens, after its last phase."""
         count, sampling = self._inputs.num_outputs, self._sampling
         tokens = sampling.token[:count].tolist()
+        errors: list[str | InvalidRequestError | None] = [None] * count
+        for row, token in enumerate(tokens):
+            if token < 0 or row in self._errors:
+                errors[row] = self._errors.get(row) or self._error(row, token)
         wanted = sampling.num_logprobs[:count].tolist()
         return StepOutput(
-            token_ids=[[token] if token >= 0 else [] for token in tokens],
+            token_ids=[[token] if error is None else [] for token, error in zip(tokens, errors, strict=True)],
             logprobs=[
-                [self._logprobs(row, wanted[row])] if wanted[row] >= 0 and token >= 0 else None
-                for row, token in enumerate(tokens)
+                [self._logprobs(row, wanted[row])] if wanted[row] >= 0 and error is None else None
+                for row, error in enumerate(errors)
             ],
-            errors=[None if token >= 0 else NOT_FINITE for token in tokens],
+            errors=errors,
+            prompt_logprobs=self._prompt_logprobs,
+            pooled=self._pooled,
+        )
+
+    def _error(self, row: int, token: int) -> str | InvalidRequestError:
+        """Why a row has no token."""
+        if token != TOKEN_NOTHING_ALLOWED:
+            return NOT_FINITE
+        rules = self._state.rules(self._batch.output_rows[row].sequence_id)
+        bans = [] if rules is None else rules.describe_bans()
+        if self._sampling.grammar_mask[row]:
+            bans.append("structured_outputs")
+        return InvalidRequestError(
+            f"no token is allowed: {', '.join(bans)} forbid all of them.", param=bans[0]
         )
 
     def logits(self) -> np.ndarray:

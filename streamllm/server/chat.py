@@ -12,8 +12,9 @@ from starlette.responses import Response
 from streamllm.errors import InvalidRequestError
 from streamllm.outputs import CompletionOutput
 from streamllm.sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
-from streamllm.server.body import read_body
-from streamllm.server.chunks import ChunkWriter
+from streamllm.server.body import decoded, read_body
+from streamllm.server.chat_prompt import chat_prompt
+from streamllm.server.chunks import ChunkWriter, FirstChunk
 from streamllm.server.generation import (
     ResponseHead,
     ServerState,
@@ -24,19 +25,23 @@ from streamllm.server.generation import (
     num_choices,
     submit,
 )
-from streamllm.server.logprobs import LogprobFormatter, logprob_formatter
-from streamllm.server.protocol import ChatRequest, decode_body
+from streamllm.server.logprobs import (
+    LogprobFormatter,
+    format_prompt,
+    logprob_formatter,
+    prompt_logprobs_field,
+)
+from streamllm.server.protocol import ChatRequest
 from streamllm.server.sse import EventStream
-from streamllm.text.messages import check_template_kwargs
 
-ROLE_DELTA = b'"delta":{"role":"assistant","content":""}'
+ROLE_DELTA = FirstChunk(b'"delta":{"role":"assistant","content":""}')
 
 
 async def chat_completions(request: Request) -> Response:
     """One conversation, ``n`` answers: whole, or streamed as chunks."""
     server: ServerState = request.app.state.server
     body = await read_body(request, server.config.max_body_bytes)
-    return await server.in_flight.run(request.receive, _answer(server, decode_body(body, ChatRequest)))
+    return await server.in_flight.run(request.receive, _answer(server, await decoded(body, ChatRequest)))
 
 
 async def _answer(server: ServerState, request: ChatRequest) -> Response:
@@ -44,8 +49,8 @@ async def _answer(server: ServerState, request: ChatRequest) -> Response:
     engine = server.engine
     server.check_model(request.model)
     check_stream_options(request)
-    params = _params(server, request)
-    prompt = await _render(server, request)
+    params = read_params(server, request)
+    prompt = (await chat_prompt(server, request, request.messages)).token_ids
     head = ResponseHead.make("chatcmpl", server.model_names[0])
     streams = await submit(
         engine,
@@ -56,27 +61,38 @@ async def _answer(server: ServerState, request: ChatRequest) -> Response:
         field="messages",
         arrival_time=arrival_time,
     )
-    formatter = logprob_formatter(engine.tokenizer, params)
+    formatter = logprob_formatter(engine.tokenizer, params, as_token_ids=request.return_tokens_as_token_ids)
     if request.stream:
         writer = ChunkWriter(
             head,
             object_name="chat.completion.chunk",
             text_field=(b'"delta":{"content":', b"}"),
             empty_text=b'"delta":{}',
-            first_text=lambda index: ROLE_DELTA,
+            first_chunk=lambda index: ROLE_DELTA,
             format_logprobs=None if formatter is None else _chunk_logprobs(formatter),
             options=request.stream_options,
+            extras=lambda: server.metrics_field(streams),
+            token_ids="chunk" if request.return_token_ids else None,
         )
         return EventStream(
             writer.frames(streams, num_choices(request)),
             in_flight=server.in_flight,
             release=lambda: abort_all(streams),
         )
-    choices, usage = await collect(streams, num_choices(request))
+    (output,), usage = await collect(streams, num_choices(request))
     answer = head.body("chat.completion") | {
-        "choices": [_choice(choice, formatter) for choice in choices],
+        "choices": [_choice(choice, formatter) for choice in output.outputs],
         "usage": usage,
+        **server.metrics_field(streams),
     }
+    entries, count = output.prompt_logprobs, request.prompt_logprobs
+    if entries is not None and count is not None:
+        formatted = await format_prompt(entries, lambda: prompt_logprobs_field(entries, count))
+        answer["prompt_logprobs"] = formatted
+    if request.return_token_ids:
+        answer["prompt_token_ids"] = output.prompt_token_ids
+        for choice, shown in zip(output.outputs, answer["choices"], strict=True):
+            shown["token_ids"] = choice.token_ids
     return Response(orjson.dumps(answer), media_type="application/json")
 
 
@@ -94,14 +110,19 @@ def _choice(output: CompletionOutput, formatter: LogprobFormatter | None) -> dic
     }
 
 
-def _params(server: ServerState, request: ChatRequest) -> SamplingParams | BeamSearchParams:
+def read_params(server: ServerState, request: ChatRequest) -> SamplingParams | BeamSearchParams:
     renamed = {"logprobs": "top_logprobs"}
     max_tokens = request.max_tokens
     if request.max_completion_tokens is not None:
         max_tokens = request.max_completion_tokens
         renamed["max_tokens"] = "max_completion_tokens"
     return generation_params(
-        server.engine, request, max_tokens=max_tokens, logprobs=_num_logprobs(request), renamed=renamed
+        server.engine,
+        request,
+        max_tokens=max_tokens,
+        logprobs=_num_logprobs(request),
+        prompt_logprobs=request.prompt_logprobs,
+        renamed=renamed,
     )
 
 
@@ -113,22 +134,3 @@ def _num_logprobs(request: ChatRequest) -> int | None:
         raise InvalidRequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
     # Zero asks for nothing; what is out of range is refused as such.
     return top or None
-
-
-async def _render(server: ServerState, request: ChatRequest) -> list[int]:
-    continues = bool(request.continue_final_message)
-    if continues and request.add_generation_prompt:
-        raise InvalidRequestError(
-            "continue_final_message and add_generation_prompt exclude each other.",
-            param="continue_final_message",
-        )
-    adds = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    try:
-        return await server.engine.render_chat(
-            request.messages,
-            add_generation_prompt=adds,
-            continue_final_message=continues,
-            chat_template_kwargs=check_template_kwargs(request.chat_template_kwargs),
-        )
-    except RecursionError:
-        raise InvalidRequestError("messages are nested too deeply.", param="messages") from None

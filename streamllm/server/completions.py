@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
 from streamllm.errors import InvalidRequestError
-from streamllm.outputs import CompletionOutput
-from streamllm.server.body import read_body
+from streamllm.outputs import CompletionOutput, RequestOutput
+from streamllm.sampling_params import BeamSearchParams, SamplingParams
+from streamllm.server.body import decoded, read_body
 from streamllm.server.chunks import ChoiceProgress, ChunkWriter
+from streamllm.server.echo import Echo
 from streamllm.server.generation import (
     Prompt,
     ResponseHead,
@@ -24,9 +26,19 @@ from streamllm.server.generation import (
     num_choices,
     submit,
 )
-from streamllm.server.logprobs import Entries, LogprobFormatter, logprob_formatter
-from streamllm.server.protocol import MAX_PROMPTS, CompletionRequest, decode_body, describe_kind
+from streamllm.server.logprobs import (
+    Entries,
+    LogprobFormatter,
+    TextOffsets,
+    format_prompt,
+    logprob_formatter,
+    prompt_logprobs_field,
+)
+from streamllm.server.protocol import MAX_PROMPTS, CompletionRequest, describe_kind
 from streamllm.server.sse import EventStream
+
+if TYPE_CHECKING:
+    from streamllm.engine.async_engine import AsyncEngine
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -35,7 +47,9 @@ async def completions(request: Request) -> Response:
     """One prompt or several, ``n`` continuations each: whole, or streamed as chunks."""
     server: ServerState = request.app.state.server
     body = await read_body(request, server.config.max_body_bytes)
-    return await server.in_flight.run(request.receive, _answer(server, decode_body(body, CompletionRequest)))
+    return await server.in_flight.run(
+        request.receive, _answer(server, await decoded(body, CompletionRequest))
+    )
 
 
 async def _answer(server: ServerState, request: CompletionRequest) -> Response:
@@ -43,18 +57,9 @@ async def _answer(server: ServerState, request: CompletionRequest) -> Response:
     engine = server.engine
     server.check_model(request.model)
     check_stream_options(request)
-    prompts = _prompts(request.prompt)
-    params = generation_params(
-        engine,
-        request,
-        max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
-        logprobs=request.logprobs,
-        best_of=request.best_of,
-        renamed={},
-    )
+    prompts = read_prompts(request.prompt)
+    params = read_params(engine, request)
     n = num_choices(request)
-    if request.echo and request.logprobs is not None:
-        raise InvalidRequestError("echo together with logprobs is not supported yet.", param="echo")
     head = ResponseHead.make("cmpl", server.model_names[0])
     streams = await submit(
         engine,
@@ -65,87 +70,141 @@ async def _answer(server: ServerState, request: CompletionRequest) -> Response:
         field="prompt",
         arrival_time=arrival_time,
         add_special_tokens=request.add_special_tokens is not False,
+        prompt_only=_only_scores(request),
     )
-
-    def echoed(index: int) -> str:
-        """What the choice's text begins with."""
-        prompt = prompts[index // n]
-        if not request.echo:
-            return ""
-        return prompt if isinstance(prompt, str) else engine.tokenizer.decode(prompt)
-
-    def first_text(index: int) -> bytes | None:
-        text = echoed(index)
-        return b'"text":' + orjson.dumps(text) if text else None
-
-    formatter = logprob_formatter(engine.tokenizer, params)
+    formatter = logprob_formatter(engine.tokenizer, params, as_token_ids=request.return_tokens_as_token_ids)
+    echo = None
+    if request.echo:
+        echo = Echo(
+            engine.tokenizer,
+            prompts,
+            streams,
+            n,
+            formatter,
+            truncated=getattr(params, "truncate_prompt_tokens", None) is not None,
+            skip_special_tokens=request.skip_special_tokens is not False,
+        )
     if request.stream:
         writer = ChunkWriter(
             head,
             object_name="text_completion",
             text_field=(b'"text":', b""),
             empty_text=b'"text":""',
-            first_text=first_text,
+            first_chunk=None if echo is None else echo.first_chunk,
             format_logprobs=None if formatter is None else _chunk_logprobs(formatter),
             options=request.stream_options,
+            extras=lambda: server.metrics_field(streams),
+            token_ids="choice" if request.return_token_ids else None,
+            take_prompt=None if echo is None else echo.take,
         )
         return EventStream(
             writer.frames(streams, n),
             in_flight=server.in_flight,
             release=lambda: abort_all(streams),
         )
-    choices, usage = await collect(streams, n)
-    answer = head.body("text_completion") | {
-        "choices": [_choice(choice, echoed(choice.index), formatter) for choice in choices],
-        "usage": usage,
-    }
+    outputs, usage = await collect(streams, n)
+    choices = []
+    for index, output in enumerate(outputs):
+        if echo is not None and output.prompt_logprobs is not None:
+            await echo.take(index, output.prompt_logprobs)
+        extras = await _extras(request, output)
+        for choice in output.outputs:
+            own = {"token_ids": choice.token_ids} if request.return_token_ids else {}
+            choices.append(_choice(choice, echo, formatter) | own | extras)
+    fields = {"choices": choices, "usage": usage, **server.metrics_field(streams)}
+    answer = head.body("text_completion") | fields
     return Response(orjson.dumps(answer), media_type="application/json")
 
 
 def _chunk_logprobs(formatter: LogprobFormatter) -> Any:
     def formatted(entries: Entries, output: CompletionOutput, progress: ChoiceProgress) -> dict[str, Any]:
-        logprobs, progress.text_offset = formatter.completions(entries, output, progress.text_offset)
-        return logprobs
+        return formatter.completions(entries, output, progress.offsets)
 
     return formatted
 
 
-def _choice(output: CompletionOutput, echoed: str, formatter: LogprobFormatter | None) -> dict[str, Any]:
-    logprobs = None if formatter is None else formatter.completions(output.logprobs or [], output, 0)[0]
+async def _extras(request: CompletionRequest, output: RequestOutput) -> dict[str, Any]:
+    """vLLM's fields about the prompt, which each of its choices shows."""
+    extras: dict[str, Any] = {}
+    if request.return_token_ids:
+        extras["prompt_token_ids"] = output.prompt_token_ids
+    entries, count = output.prompt_logprobs, request.prompt_logprobs
+    if count is not None and entries is not None:
+        formatted = await format_prompt(entries, lambda: prompt_logprobs_field(entries, count))
+        extras["prompt_logprobs"] = formatted
+    return extras
+
+
+def _only_scores(request: CompletionRequest) -> bool:
+    """``max_tokens: 0`` with ``echo``: the prompt comes back with its logprobs, and nothing is generated."""
+    return request.max_tokens == 0 and bool(request.echo) and not request.use_beam_search
+
+
+def read_params(engine: AsyncEngine, request: CompletionRequest) -> SamplingParams | BeamSearchParams:
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    if _only_scores(request):
+        if request.min_tokens:
+            raise InvalidRequestError(
+                f"min_tokens must be at most max_tokens (0), got {request.min_tokens}.", param="min_tokens"
+            )
+        max_tokens = 1  # never drawn
+    prompt_logprobs = request.prompt_logprobs
+    if request.echo and request.logprobs is not None:
+        # As many as either field shows.
+        prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
+    return generation_params(
+        engine,
+        request,
+        max_tokens=max_tokens,
+        logprobs=request.logprobs,
+        prompt_logprobs=prompt_logprobs,
+        best_of=request.best_of,
+        renamed={},
+    )
+
+
+def _choice(
+    output: CompletionOutput, echo: Echo | None, formatter: LogprobFormatter | None
+) -> dict[str, Any]:
+    text, logprobs = output.text, None
+    if echo is not None:
+        text, logprobs = echo.complete(output)
+    elif formatter is not None:
+        logprobs = formatter.completions(output.logprobs or [], output, TextOffsets())
     return {
         "index": output.index,
-        "text": echoed + output.text,
+        "text": text,
         "logprobs": logprobs,
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
     }
 
 
-def _prompts(prompt: str | list[Any]) -> list[Prompt]:
-    """The prompts in a ``prompt`` field: text, ids, or a list of either."""
+def read_prompts(prompt: str | list[Any], field: str = "prompt") -> list[Prompt]:
+    """The prompts in a field: text, ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise InvalidRequestError("prompt is empty.", param="prompt")
+        raise InvalidRequestError(f"{field} is empty.", param=field)
     if isinstance(prompt[0], str):
-        return _batch(prompt)
+        return _batch(prompt, field)
     if isinstance(prompt[0], list):
-        return [_token_ids(f"prompt[{index}]", ids) for index, ids in enumerate(_batch(prompt))]
-    return [_token_ids("prompt", prompt)]
+        return [_token_ids(f"{field}[{index}]", ids) for index, ids in enumerate(_batch(prompt, field))]
+    return [_token_ids(field, prompt)]
 
 
-def _batch(prompts: list[Any]) -> list[Any]:
+def _batch(prompts: list[Any], field: str) -> list[Any]:
     if len(prompts) > MAX_PROMPTS:
         raise InvalidRequestError(
-            f"prompt holds {len(prompts)} prompts; at most {MAX_PROMPTS} are allowed.", param="prompt"
+            f"{field} holds {len(prompts)} prompts; at most {MAX_PROMPTS} are allowed.", param=field
         )
     kind = type(prompts[0])
     for index, item in enumerate(prompts):
         if type(item) is not kind:
             raise InvalidRequestError(
-                f"prompt must hold prompts of one kind: prompt[{index}] is {describe_kind(item)}, "
-                f"prompt[0] {describe_kind(prompts[0])}.",
-                param=f"prompt[{index}]",
+                f"{field} must hold prompts of one kind: {field}[{index}] is {describe_kind(item)}, "
+                f"{field}[0] {describe_kind(prompts[0])}.",
+                param=f"{field}[{index}]",
             )
     return prompts
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,11 +14,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from streamllm.errors import EngineDeadError, InvalidRequestError, QueueFullError, StreamLLMError
+from streamllm.server.in_flight import RequestTimeoutError, ServerStoppingError
 
 logger = logging.getLogger("streamllm.server")
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that left before its answer; nobody reads it but the log."""
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 504: "timeout_error"}
+"""Types of errors whose status says more than whose fault it is."""
 
 
 def error_body(
@@ -24,8 +30,7 @@ def error_body(
 ) -> dict[str, Any]:
     """The body of an error; its type follows from the HTTP status."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    if status == 429:
-        kind = "rate_limit_error"
+    kind = _TYPES.get(status, kind)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -49,7 +54,10 @@ def body_of_failure(error: Exception) -> tuple[int, dict[str, Any]]:
         )
     if isinstance(error, StreamLLMError):
         status = 503 if isinstance(error, EngineDeadError) else 500
-        return status, error_body(str(error), status=status)
+        code = None
+        if isinstance(error, RequestTimeoutError):
+            status, code = 504, "request_timeout"
+        return status, error_body(str(error), status=status, code=code)
     logger.error("a request failed", exc_info=error)
     return 500, error_body("The server failed to process the request.", status=500)
 
@@ -60,20 +68,37 @@ def failure_response(error: Exception, headers: Mapping[str, str] | None = None)
 
 
 async def on_streamllm_error(request: Request, error: Exception) -> Response:
-    """What streamllm raises on purpose; a full queue says when to come again."""
-    if not isinstance(error, QueueFullError):
-        return failure_response(error)
-    return failure_response(error, {"Retry-After": str(request.app.state.server.retry_after())})
+    """What streamllm raises on purpose; what may be tried again later says when."""
+    server = request.app.state.server
+    headers: dict[str, str] = {}
+    if isinstance(error, QueueFullError):
+        headers["Retry-After"] = str(server.retry_after())
+    elif isinstance(error, ServerStoppingError):
+        headers["Retry-After"] = str(min(max(math.ceil(server.in_flight.seconds_left), 1), 60))
+    elif isinstance(error, RequestTimeoutError):
+        # openai's clients repeat a 504 twice by themselves: the same work, for nothing.
+        headers["X-Should-Retry"] = "false"
+    return failure_response(error, headers)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: no such route, wrong method."""
     assert isinstance(error, HTTPException)
     place = f"{request.method} {request.url.path[:200]}"
-    message = {404: f"{place} does not exist.", 405: f"{place} is not allowed: wrong method."}.get(
-        error.status_code, str(error.detail)
-    )
+    message = str(error.detail)
+    if error.status_code == 404:
+        meant = _route_meant(request)
+        message = f"{place} does not exist." + (f" Did you mean {request.method} {meant}?" if meant else "")
+    elif error.status_code == 405:
+        message = f"{place} is not allowed: wrong method."
     return error_response(message, status=error.status_code, headers=error.headers)
+
+
+def _route_meant(request: Request) -> str | None:
+    """The route that a path misses by slashes, by case, or by a base URL without ``/v1``."""
+    path = re.sub("/+", "/", request.url.path[:200]).rstrip("/").lower()
+    known = {route.path for route in request.app.routes}
+    return next((spelling for spelling in (path, "/v1" + path) if spelling in known), None)
 
 
 async def on_disconnect(request: Request, error: Exception) -> Response:

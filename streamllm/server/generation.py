@@ -11,22 +11,29 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from streamllm.errors import InvalidRequestError, RequestFailedError
-from streamllm.outputs import CompletionOutput, RequestOutput
+from streamllm.outputs import RequestOutput
 from streamllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from streamllm.server.beams import beam_search_params, check_beam_fields, width_field
 from streamllm.server.in_flight import InFlight
 from streamllm.server.pace import Pace
 from streamllm.server.protocol import GenerationRequest
+from streamllm.server.request_context import current_request
+from streamllm.server.structured_fields import structured_field, structured_outputs
+from streamllm.server.timings import timings
 
 if TYPE_CHECKING:
     from streamllm.config import ServerConfig
     from streamllm.engine.async_engine import AsyncEngine
     from streamllm.engine.stream import RequestStream
+    from streamllm.text.chat_renderer import ChatRenderer
 
 Prompt = str | list[int]
 
 SAMPLING_FIELDS = (
     "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
     "temperature",
     "top_p",
     "top_k",
@@ -39,10 +46,15 @@ SAMPLING_FIELDS = (
     "min_tokens",
     "skip_special_tokens",
     "spaces_between_special_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "truncate_prompt_tokens",
+    "logits_processors",
 )
 """Request fields that are sampling parameters under the same name."""
 
-MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
+MODEL_DEFAULTS = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p")
 """Fields whose default the model's generation config may set."""
 
 
@@ -52,6 +64,7 @@ class ServerState:
 
     Attributes:
         model_names: names that requests may use; the first is shown in answers.
+        renderer: conversations to prompts.
         pace: how fast requests end.
         created: start of the server, Unix time.
     """
@@ -59,6 +72,7 @@ class ServerState:
     engine: AsyncEngine
     config: ServerConfig
     model_names: tuple[str, ...]
+    renderer: ChatRenderer
     in_flight: InFlight
     pace: Pace
     created: int
@@ -81,6 +95,10 @@ class ServerState:
         """Seconds after which a client that found the queue full should come again."""
         return self.pace.retry_after(self.engine.stats().num_waiting)
 
+    def metrics_field(self, streams: Sequence[RequestStream]) -> dict[str, Any]:
+        """vLLM's field ``metrics`` of an answer; nothing unless it was asked for."""
+        return {"metrics": timings(streams)} if self.config.enable_per_request_metrics else {}
+
 
 def check_stream_options(request: GenerationRequest) -> None:
     """
@@ -99,6 +117,7 @@ def generation_params(
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    prompt_logprobs: int | None = None,
     best_of: int | None = None,
     renamed: dict[str, str],
 ) -> SamplingParams | BeamSearchParams:
@@ -107,6 +126,7 @@ def generation_params(
     Args:
         max_tokens: the limit, ``None`` for what the context leaves.
         logprobs: alternatives per token, ``None`` for no logprobs.
+        prompt_logprobs: the same for the prompt's tokens.
         best_of: choices, or beams, of which ``n`` are returned.
         renamed: parameter -> the field that the client wrote instead.
 
@@ -117,9 +137,21 @@ def generation_params(
     try:
         if request.use_beam_search:
             return beam_search_params(request, max_tokens=max_tokens, best_of=best_of)
-        return _sampling_params(engine, request, max_tokens=max_tokens, logprobs=logprobs, best_of=best_of)
+        params = _sampling_params(
+            engine,
+            request,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            best_of=best_of,
+        )
     except InvalidRequestError as error:
-        raise _renamed(error, {**renamed, "beam_width": width_field(request)}) from None
+        raise _renamed(error, renamed | _own_names(request)) from None
+    if request.stream and request.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "prompt_logprobs cannot be streamed; leave it out or send stream false.", param="prompt_logprobs"
+        )
+    return params
 
 
 def _sampling_params(engine: AsyncEngine, request: GenerationRequest, **values_given: Any) -> SamplingParams:
@@ -131,8 +163,20 @@ def _sampling_params(engine: AsyncEngine, request: GenerationRequest, **values_g
         value = getattr(request, name)
         if value is not None:
             values[name] = value
+    if request.vllm_xargs is not None:
+        values["extra_args"] = request.vllm_xargs
+    values["structured_outputs"] = structured_outputs(request)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(**values, **values_given, output_kind=kind)
+
+
+def _own_names(request: GenerationRequest) -> dict[str, str]:
+    """Parameter -> the field in which the client wrote it."""
+    return {
+        "beam_width": width_field(request),
+        "extra_args": "vllm_xargs",
+        "structured_outputs": structured_field(request),
+    }
 
 
 def _renamed(error: InvalidRequestError, renamed: dict[str, str]) -> InvalidRequestError:
@@ -159,12 +203,14 @@ async def submit(
     field: str,
     arrival_time: float,
     add_special_tokens: bool = True,
+    prompt_only: bool = False,
 ) -> list[RequestStream]:
     """Queue every prompt, or none.
 
     Args:
         field: the request's field that holds the prompts, for errors.
         arrival_time: ``time.monotonic()`` when the request was read.
+        prompt_only: nothing is generated.
 
     Raises:
         InvalidRequestError: a prompt cannot be served; nothing stays queued.
@@ -172,7 +218,7 @@ async def submit(
         EngineDeadError: the engine has stopped.
     """
     try:
-        return await engine.add_requests(
+        streams = await engine.add_requests(
             prompts,
             [params] * len(prompts),
             request_ids=[f"{response_id}-{index}" for index in range(len(prompts))],
@@ -180,12 +226,15 @@ async def submit(
             arrival_time=arrival_time,
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
+            prompt_only=prompt_only,
         )
     except InvalidRequestError as error:
-        raise _renamed(_in_field(error, field), {"beam_width": width_field(request)}) from None
+        raise _renamed(in_field(error, field), _own_names(request)) from None
+    current_request().streams = streams
+    return streams
 
 
-def _in_field(error: InvalidRequestError, field: str) -> InvalidRequestError:
+def in_field(error: InvalidRequestError, field: str) -> InvalidRequestError:
     """The engine's error about a prompt, in the field where the client wrote it."""
     if error.param is None or not error.param.startswith("prompt"):
         return error
@@ -207,7 +256,7 @@ async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, 
     """
     if len(streams) == 1:
         async for output in streams[0]:
-            yield 0, _unaborted(output)
+            yield 0, unaborted(output)
         return
     # One output may wait: while the reader is slow the streams behind coalesce.
     outputs: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=1)
@@ -230,23 +279,24 @@ async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, 
             elif isinstance(news, Exception):
                 raise news
             else:
-                yield index, _unaborted(news)
+                yield index, unaborted(news)
     finally:
         for task in pumps:
             task.cancel()
 
 
-def _unaborted(output: RequestOutput) -> RequestOutput:
-    if any(choice.finish_reason in ("abort", "error") for choice in output.outputs):
-        raise RequestFailedError("The request was aborted by the server.")
+def unaborted(output: RequestOutput) -> RequestOutput:
+    """The output, unless the server has ended one of its choices: then RequestFailedError."""
+    for choice in output.outputs:
+        if choice.finish_reason in ("abort", "error"):
+            raise RequestFailedError("The request was aborted by the server.")
     return output
 
 
-async def collect(streams: Sequence[RequestStream], n: int) -> tuple[list[CompletionOutput], dict[str, Any]]:
-    """The first ``n`` choices of each prompt, numbered over the prompts in order, and the usage. On any
-    failure every request ends."""
+async def collect(streams: Sequence[RequestStream], n: int) -> tuple[list[RequestOutput], dict[str, Any]]:
+    """Each prompt's output with its first ``n`` choices, numbered over the prompts in order, and the usage.
+    On any failure every request ends."""
     usage = Usage(streams)
-    choices: list[CompletionOutput] = []
     finished: dict[int, RequestOutput] = {}
     try:
         async with aclosing(merged(streams)) as outputs:
@@ -256,11 +306,12 @@ async def collect(streams: Sequence[RequestStream], n: int) -> tuple[list[Comple
     finally:
         abort_all(streams)
     usage.add_unreturned()
-    for index in range(len(streams)):
-        for choice in finished[index].outputs[:n]:
-            choice.index = len(choices)
-            choices.append(choice)
-    return choices, usage.body()
+    results = [finished[index] for index in range(len(streams))]
+    for index, output in enumerate(results):
+        output.outputs = output.outputs[:n]
+        for number, choice in enumerate(output.outputs, start=index * n):
+            choice.index = number
+    return results, usage.body()
 
 
 class Usage:

@@ -1,14 +1,16 @@
-"""Middleware, outermost first: CORS, request ids, unexpected errors, API keys.
+"""Middleware, outermost first: request ids, access log, CORS, unexpected errors, API keys.
 
-CORS is outermost so that refusals and failures carry its headers too and a preflight needs no key.
+CORS is outside of what refuses and fails, so that refusals and failures carry its headers too and a preflight
+needs no key.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -16,11 +18,19 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from streamllm.server.errors import error_response, failure_response
+from streamllm.server.request_context import RequestContext, enter_request
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version"})
 """Paths that need no API key; every other path does, also one that does not exist."""
 
+ADMIN_PATHS = frozenset({"/reset_prefix_cache"})
+"""Paths that change the server's state for everybody."""
+
 MAX_REQUEST_ID_LENGTH = 128
+
+_LOOPBACK_ONLY = (
+    "is open to the loopback interface only; start the server with --admin-api-key to use it from elsewhere."
+)
 
 
 class CORS(CORSMiddleware):
@@ -39,7 +49,8 @@ class CORS(CORSMiddleware):
 
 
 class RequestIds:
-    """Echoes ``X-Request-Id``, or makes one. Only the header: inside, requests have ids of their own."""
+    """Echoes ``X-Request-Id``, or makes one, and enters the request's context. Only the header and the log:
+    inside, requests have ids of their own."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -51,6 +62,7 @@ class RequestIds:
         given = Headers(scope=scope).get("x-request-id", "")
         printable = "".join(character for character in given if "!" <= character <= "~")
         request_id = printable[:MAX_REQUEST_ID_LENGTH] or uuid.uuid4().hex
+        enter_request(RequestContext(request_id))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -83,35 +95,86 @@ class UnexpectedErrors:
 
 
 class ApiKeys:
-    """Lets only requests with one of the keys through (``Authorization: Bearer KEY``)."""
+    """Lets only requests with a key through (``Authorization: Bearer KEY``).
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    Args:
+        keys: open every route, but those of :data:`ADMIN_PATHS` where there are admin keys.
+        admin_keys: open every route. Without any key at all, :data:`ADMIN_PATHS` are open to the loopback
+            interface only (behind a proxy: to the client that it names in ``X-Forwarded-For``).
+        open_paths: need no key.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        admin_keys: Sequence[str] = (),
+        open_paths: frozenset[str] = OPEN_PATHS,
+    ) -> None:
         self.app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._keys = _digests(keys)
+        self._admin_keys = _digests(admin_keys)
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_open(scope) or self._has_key(scope):
-            await self.app(scope, receive, send)
-            return
-        response = error_response(
-            "A valid API key is required: send the header Authorization: Bearer KEY.",
-            status=401,
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-        await response(scope, receive, send)
+        refusal = None
+        if scope["type"] == "http" and scope["method"] != "OPTIONS":
+            refusal = self._refusal(scope)
+        await (refusal or self.app)(scope, receive, send)
 
-    @staticmethod
-    def _is_open(scope: Scope) -> bool:
+    def _refusal(self, scope: Scope) -> Response | None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        return path in OPEN_PATHS or scope["method"] == "OPTIONS"
+        if path in self._open_paths:
+            return None
+        given = _given_key(scope)
+        # All are compared, whichever matches: time tells nothing.
+        is_admin, has_key = _matches(given, self._admin_keys), _matches(given, self._keys)
+        if is_admin:
+            return None
+        if path in ADMIN_PATHS and self._admin_keys:
+            return _forbidden(f"{path} needs an admin API key.") if has_key else _unauthorized()
+        if path in ADMIN_PATHS and not self._keys and not _is_loopback(scope):
+            return _forbidden(f"{path} {_LOOPBACK_ONLY}")
+        return _unauthorized() if self._keys and not has_key else None
 
-    def _has_key(self, scope: Scope) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1:
-            return False
-        scheme, _, key = given[0].partition(b" ")
-        digest = hashlib.sha256(key).digest()
-        # Digests of equal length, all compared: time tells neither a key's length nor which one came close.
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == b"bearer" and any(matches)
+
+def _digests(keys: Iterable[str]) -> list[bytes]:
+    return [hashlib.sha256(key.encode()).digest() for key in keys]
+
+
+def _given_key(scope: Scope) -> bytes | None:
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(given) != 1:
+        return None
+    scheme, _, key = given[0].partition(b" ")
+    return key if scheme.lower() == b"bearer" else None
+
+
+def _matches(given: bytes | None, digests: Sequence[bytes]) -> bool:
+    """Whether a key is among those known. Bytes are compared, so that any character may stand in a key, and
+    digests of equal length, so that time tells neither a key's length nor which one came close."""
+    digest = hashlib.sha256(given or b"").digest()
+    matches = [hmac.compare_digest(digest, known) for known in digests]
+    return given is not None and any(matches)
+
+
+def _is_loopback(scope: Scope) -> bool:
+    client = scope.get("client")
+    try:
+        address = ipaddress.ip_address(client[0] if client else "")
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def _unauthorized() -> Response:
+    return error_response(
+        "A valid API key is required: send the header Authorization: Bearer KEY.",
+        status=401,
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def _forbidden(message: str) -> Response:
+    return error_response(message, status=403, code="insufficient_permissions")

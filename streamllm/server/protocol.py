@@ -18,61 +18,44 @@ from streamllm.errors import InvalidRequestError
 logger = logging.getLogger("streamllm.server")
 
 MAX_PROMPTS = 2048
-"""Prompts in one completions request."""
+"""Prompts in one request for completions or embeddings."""
 
 NOT_SUPPORTED_YET: dict[str, tuple[Any, ...]] = {
     # field -> values that change nothing, besides null
     "add_special_tokens": (False,),
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "chat_template": (),
     "documents": ([],),
     "ec_transfer_params": (),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "include_reasoning": (True,),
     "kv_transfer_params": (),
-    "logit_bias": ({},),
     "logprob_token_ids": ([],),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
     "repetition_detection": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "return_prompt_text": (False,),
-    "return_token_ids": (False,),
     "return_token_offsets": (False,),
-    "return_tokens_as_token_ids": (False,),
     "routed_experts_prompt_start": (),
     "stream_interval": (1,),
-    "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (-1,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "truncate_prompt_tokens": (),
-    "truncation_side": ("left", "right"),
+    "truncation_side": ("left",),
     "verbosity": ("medium",),
-    "vllm_xargs": ({},),
     "watermarking": (False,),
     "web_search_options": (),
 }
 
 IGNORED = frozenset(
     {
+        "guided_decoding_backend",
         "metadata",
         "parallel_tool_calls",
         "prediction",
@@ -103,10 +86,19 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     ``priority`` (lower is served first) decides under ``--scheduling-policy priority``, and is without effect
     under ``fcfs``. Only requests with the same ``cache_salt`` share cached blocks. With ``use_beam_search``
     the choices are the best hypotheses of ``n`` beams (:mod:`streamllm.server.beams`).
+
+    ``logits_processors`` names processors that the server knows (:mod:`streamllm.logits_processors`), which
+    are told ``vllm_xargs``.
+
+    vLLM's ways to look at tokens: ``return_token_ids`` adds the ids of prompt and answer,
+    ``return_tokens_as_token_ids`` names each token in the logprobs ``token_id:N``.
     """
 
     model: str | None = None
     n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -120,6 +112,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    logits_processors: list[str] | None = None
+    vllm_xargs: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     use_beam_search: bool | None = None
@@ -127,6 +125,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     early_stopping: bool | str | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -138,6 +146,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -151,12 +160,51 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-Body = TypeVar("Body", bound=GenerationRequest)
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /v1/embeddings``; ``input`` is text, token ids, or a list of either.
+
+    An embedding is the hidden state of the input's last token, or with ``pooling: "mean"`` the mean over all
+    its tokens, of which the first ``dimensions`` values are kept, scaled to length 1 unless ``normalize``
+    (vLLM's newer name: ``use_activation``) is false. ``encoding_format`` is ``"float"``, or ``"base64"`` for
+    little-endian float32.
+    """
+
+    input: str | list[Any]
+    model: str | None = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    pooling: str | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+EMBEDDING_NOT_SUPPORTED_YET: dict[str, tuple[Any, ...]] = {
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "messages": (),
+    "mm_processor_kwargs": ({},),
+    "truncation_side": ("left",),
+}
+"""As ``NOT_SUPPORTED_YET``, of ``/v1/embeddings``."""
+
+EMBEDDING_IGNORED = frozenset({"request_id", "user"})
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def refused_fields(body_type: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
+    """Known fields that a route cannot honour -> the values that change nothing, besides null."""
+    return EMBEDDING_NOT_SUPPORTED_YET if body_type is EmbeddingRequest else NOT_SUPPORTED_YET
 
 
 def field_support(body_type: type[msgspec.Struct]) -> dict[str, str]:
     """Every known field of a route's body -> ``"honoured"``, ``"not supported yet"`` or ``"ignored"``."""
-    table = dict.fromkeys(NOT_SUPPORTED_YET, "not supported yet") | dict.fromkeys(IGNORED, "ignored")
+    ignored = EMBEDDING_IGNORED if body_type is EmbeddingRequest else IGNORED
+    table = dict.fromkeys(refused_fields(body_type), "not supported yet") | dict.fromkeys(ignored, "ignored")
     return table | dict.fromkeys(body_type.__struct_fields__, "honoured")
 
 
@@ -191,7 +239,7 @@ def _refuse_unsupported(values: dict[str, Any], body_type: type[msgspec.Struct])
         if status is None:
             _report_unknown(name)
         elif status == "not supported yet":
-            neutral = NOT_SUPPORTED_YET[name]
+            neutral = refused_fields(body_type)[name]
             if not is_neutral(value, neutral):
                 raise InvalidRequestError(f"{name} is not supported yet; {leave_out(neutral)}.", param=name)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from typing import Any
@@ -20,13 +21,20 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from streamllm.server.errors import body_of_failure
-from streamllm.server.in_flight import InFlight, ServerStoppingError
+from streamllm.server.http_protocol import ABORT, PIECE
+from streamllm.server.in_flight import (
+    InFlight,
+    RequestTimeoutError,
+    ServerStoppingError,
+    StalledReaderError,
+)
+from streamllm.server.request_context import current_request
 
 logger = logging.getLogger("streamllm.server")
 
 DONE = b"data: [DONE]\n\n"
 FAREWELL_TIMEOUT = 1.0
-"""Seconds that a client gets to take the last event when the server stops."""
+"""Seconds that a client gets to take the last event when its time is over."""
 
 
 def frame(event: Any) -> bytes:
@@ -35,9 +43,11 @@ def frame(event: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Streams frames until they end, the client leaves, or the server's time is over.
+    """Streams frames until they end, the client leaves or stops reading, or the time is over.
 
-    A failure becomes one event ``{"error": ...}``; ``[DONE]`` is always last.
+    A failure becomes one event ``{"error": ...}``; ``[DONE]`` is always last. A client that does not read is
+    cut
+    off: its connection's buffers are full, so that nothing can be said to it.
 
     Args:
         frames: yields whole frames as bytes; closed in every case.
@@ -56,13 +66,22 @@ class EventStream(Response):
         self._in_flight = in_flight
         self._release = release
         self._started = False
+        self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._in_flight.run(receive, self._send_frames(send))
+            await self._in_flight.run(
+                receive,
+                self._send_frames(scope, send),
+                admitted=True,
+                sending_since=lambda: self._sending_since,
+            )
         except ClientDisconnect:
             logger.debug("a client left its stream")
-        except ServerStoppingError as error:
+        except StalledReaderError:
+            logger.warning("a client does not read its stream: cut off")
+            await _cut_off(scope, receive)
+        except (ServerStoppingError, RequestTimeoutError) as error:
             if not self._started:
                 raise
             with suppress(asyncio.TimeoutError):
@@ -71,14 +90,22 @@ class EventStream(Response):
         finally:
             self._release()
 
-    async def _send_frames(self, send: Send) -> None:
+    async def _send_frames(self, scope: Scope, send: Send) -> None:
+        extension = scope.get("extensions", {}).get(PIECE)
+        write_piece = _cannot if extension is None else extension["call"]
+        context = current_request()
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         self._started = True
         end = DONE
         try:
             async with aclosing(self.frames):
                 async for data in self.frames:
+                    if write_piece(data):
+                        context.num_bytes_past_middleware += len(data)
+                        continue
+                    self._sending_since = time.monotonic()
                     await send({"type": "http.response.body", "body": data, "more_body": True})
+                    self._sending_since = None
         except Exception as error:
             end = frame(body_of_failure(error)[1]) + DONE
         await self._send_end(send, end)
@@ -87,3 +114,15 @@ class EventStream(Response):
     async def _send_end(send: Send, data: bytes) -> None:
         await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _cannot(data: bytes) -> bool:
+    return False
+
+
+async def _cut_off(scope: Scope, receive: Receive) -> None:
+    extension = scope.get("extensions", {}).get(ABORT)
+    if extension is not None:
+        extension["call"]()
+        while (await receive())["type"] != "http.disconnect":
+            pass

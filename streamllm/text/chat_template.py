@@ -2,26 +2,26 @@
 
 The environment is the one that templates are written for (Transformers' ``apply_chat_template``,
 https://huggingface.co/docs/transformers/chat_templating): whitespace rules, ``tojson``, ``raise_exception``,
-``strftime_now``, loop controls and the ``generation`` tag. It is a sandbox, for templates come with models
-from anywhere.
+``strftime_now``, loop controls and the ``generation`` tag. :mod:`streamllm.text.template_environment` makes
+it, and bounds what a template can do.
 """
 
 from __future__ import annotations
 
-import datetime
-import functools
-import json
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 
 from streamllm.errors import InvalidRequestError, ModelLoadError
 from streamllm.text.content_format import ContentFormat, detect_content_format
+from streamllm.text.template_environment import (
+    TIME_LIMIT,
+    RefusedByTemplateError,
+    TemplateLimitError,
+    environment,
+    time_limit,
+)
 
 RESERVED_VARIABLES = frozenset(
     {
@@ -32,6 +32,8 @@ RESERVED_VARIABLES = frozenset(
         "tokenize",
         "chat_template",
         "self",
+        "bos_token",
+        "eos_token",
     }
 )
 """What a request's ``chat_template_kwargs`` may not set: each has a field of its own, or none."""
@@ -45,6 +47,7 @@ class ChatTemplate:
     Args:
         source: the Jinja template.
         special_tokens: ``bos_token``, ``eos_token`` ..., which the template sees as variables.
+        content_format: what shape of ``content`` to give it; found out from the template if left out.
 
     Attributes:
         source: the template's text.
@@ -54,13 +57,17 @@ class ChatTemplate:
         ModelLoadError: the template is not valid Jinja; the line is named.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], content_format: ContentFormat | None = None
+    ) -> None:
         self.source = source
         self._special_tokens = dict(special_tokens)
-        environment = _environment()
         try:
-            self.content_format: ContentFormat = detect_content_format(environment.parse(source))
-            self._template = environment.from_string(source)
+            detected = detect_content_format(environment().parse(source))
+            self.content_format = content_format or detected
+            self._template = environment().from_string(source)
+        except RecursionError as error:
+            raise ModelLoadError("The chat template is nested too deeply.") from error
         except jinja2.TemplateSyntaxError as error:
             raise ModelLoadError(
                 f"The chat template is not valid Jinja: line {error.lineno}: {error.message}."
@@ -86,8 +93,9 @@ class ChatTemplate:
                 :data:`RESERVED_VARIABLES`.
 
         Raises:
-            InvalidRequestError: the template refuses the messages (its own words are the error's text) or
-                cannot handle them; both ``add_generation_prompt`` and ``continue_final_message`` are set.
+            InvalidRequestError: the template refuses the messages (its own words are the error's text),
+                cannot handle them, or takes more than :data:`TIME_LIMIT`; both ``add_generation_prompt`` and
+                ``continue_final_message`` are set.
         """
         if continue_final_message:
             if add_generation_prompt:
@@ -98,66 +106,24 @@ class ChatTemplate:
             messages = _mark_end(messages)
         variables = {"documents": None, **self._special_tokens, **kwargs}
         try:
-            text = self._template.render(
-                variables, messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt
-            )
-        except _RefusedByTemplate as error:
+            with time_limit(TIME_LIMIT):
+                text = self._template.render(
+                    variables,
+                    messages=messages,
+                    tools=tools or None,
+                    add_generation_prompt=add_generation_prompt,
+                )
+        except RefusedByTemplateError as error:
             raise InvalidRequestError(str(error), param="messages") from error
+        except TemplateLimitError as error:
+            raise InvalidRequestError(
+                f"The chat template was stopped on these messages: {error}.", param="messages"
+            ) from error
         except Exception as error:  # whatever an arbitrary template raises is about these messages
             raise InvalidRequestError(
                 f"The model's chat template cannot render these messages: {error}.", param="messages"
             ) from error
         return _cut_at_mark(text) if continue_final_message else text
-
-
-class _RefusedByTemplate(jinja2.TemplateError):
-    """The template called ``raise_exception``."""
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}`` marks the assistant's words for training. It has no effect here."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-@functools.cache
-def _environment() -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    functions: dict[str, Callable[..., Any]] = {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-    }
-    environment.globals.update(functions)
-    return environment
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise _RefusedByTemplate(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes HTML, which no model was trained on."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
 
 
 def _mark_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

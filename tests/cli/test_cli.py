@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 from streamllm.cli import serve
 from streamllm.cli.main import build_parser, main
 from streamllm.config import EngineConfig, ServerConfig, settings_of
+from streamllm.errors import ConfigError
 
 
 def parse(*arguments: str):
@@ -42,10 +44,62 @@ def test_the_model_is_named_either_way(arguments):
     assert parse(*arguments)[0].model == "m"
 
 
-def test_the_api_key_may_come_from_the_environment(monkeypatch):
-    monkeypatch.setenv("STREAMLLM_API_KEY", "secret")
-    assert parse()[1].api_key == ("secret",)
-    assert parse("--api-key", "other")[1].api_key == ("other",)
+def test_where_api_keys_come_from(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_API_KEY", "second")
+    assert parse()[1].api_key == ("second",)
+    monkeypatch.setenv("STREAMLLM_API_KEY", "first, more")
+    assert parse()[1].api_key == ("first", "more")
+    flags = parse("--api-key", "a", "--api-key", "b,c", "d")[1]
+    assert flags.api_key == ("a", "b", "c", "d")
+    file = tmp_path / "keys"
+    file.write_text("# of the team\nsk-ключ \n\n  other\n")
+    assert parse("--api-key-file", str(file))[1].api_key == ("sk-ключ", "other")
+    assert parse("--api-key-file", str(file), "--api-key", "a")[1].api_key == ("a", "sk-ключ", "other")
+    assert parse("--admin-api-key", "root")[1].admin_api_key == ("root",)
+
+
+def test_a_key_file_without_keys_leaves_no_server_open(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# none yet\n")
+    with pytest.raises(ConfigError, match="holds no key"):
+        parse("--api-key-file", str(file))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        parse("--api-key-file", str(tmp_path / "missing"))
+
+
+def test_chat_templates_as_files_and_as_text(tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages }}")
+    assert parse("--chat-template", str(file))[1].chat_template == "{{ messages }}"
+    assert parse("--chat-template", "{% if true %}x{% endif %}")[1].chat_template.startswith("{% if")
+    for wrong in (str(tmp_path / "missing"), "{% for %}"):
+        with pytest.raises(ConfigError, match="--chat-template"):
+            parse("--chat-template", wrong)
+    assert parse("--default-chat-template-kwargs", '{"a": 1}')[1].chat_template_variables == {"a": 1}
+    for wrong in ("{", "[]", "3"):
+        with pytest.raises(ConfigError, match="--default-chat-template-kwargs"):
+            parse("--default-chat-template-kwargs", wrong)
+
+
+def test_lists_in_vllms_spelling():
+    assert parse("--allowed-origins", '["http://a", "http://b"]')[1].allowed_origins == (
+        "http://a",
+        "http://b",
+    )
+    assert parse("--allowed-origins", "x", "y")[1].allowed_origins == ("x", "y")
+    with pytest.raises(ConfigError, match="--allowed-origins"):
+        parse("--allowed-origins", "[x")
+
+
+def test_logs_cannot_steer_a_terminal():
+    formatter = serve.EscapingFormatter("%(message)s")
+    try:
+        raise ValueError("\x1b[31m\r\x9b\u2028 ď")
+    except ValueError:
+        record = logging.LogRecord("a", logging.ERROR, "", 0, "failed \x07", (), sys.exc_info())
+    text = formatter.format(record)
+    assert "failed \\x07" in text and "ValueError: \\x1b[31m\\r\\x9b\\u2028 ď" in text
+    assert text.count("\n") >= 3
 
 
 @pytest.mark.parametrize(
@@ -56,6 +110,8 @@ def test_the_api_key_may_come_from_the_environment(monkeypatch):
         ("--enable-chunked-prefill",),
         ("--no-enable-prefix-caching",),
         ("--load-format=auto",),
+        ("--enable-request-id-headers",),
+        ("--enable-server-load-tracking",),
     ],
 )
 def test_vllm_flags_that_change_nothing_are_passed_over(flags):
@@ -70,6 +126,10 @@ def test_vllm_flags_that_change_nothing_are_passed_over(flags):
         (["serve", "--lora-modules", "a=b"], ["--lora-modules", "does not support"]),
         (["serve", "--port", "99999"], ["--port", "65535"]),
         (["serve", "--port"], ["--port"]),
+        (["serve", "--ssl-certfile", "/no/such.pem"], ["--ssl-certfile", "No such file"]),
+        (["serve", "--ssl-keyfile", "/no/such.pem"], ["--ssl-certfile"]),
+        (["serve", "--threads", "0"], ["--threads", "between 1 and 1024, got 0"]),
+        (["serve", "--threads", "-2"], ["--threads", "between 1 and 1024, got -2"]),
         (["serve", "--dtype", "int3"], ["--dtype", "float32"]),
         (["serve", "a", "--model", "b"], ["two models"]),
         (["serve", "--host", "no.such.host.invalid"], ["--host no.such.host.invalid"]),

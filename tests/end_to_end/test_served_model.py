@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import textwrap
+import time
 
 import httpx
 import openai
@@ -234,7 +235,7 @@ def test_vllms_module_path_serves_too():
                     if http.get("/v1/models", timeout=30).status_code == 200:
                         break
                 except httpx.TransportError:
-                    pass
+                    time.sleep(0.1)
                 assert process.poll() is None
             assert http.get("/v1/models").json()["data"][0]["id"] == MODEL
     finally:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from streamllm.config import EngineConfig
-from streamllm.engine.memory import available_memory, gib, longest_sequence, num_kv_blocks
+from streamllm.engine.memory import gib, longest_sequence, num_kv_blocks
 from streamllm.errors import ConfigError, ModelLoadError
 
 GIB = 2**30
@@ -77,4 +77,3 @@ def test_a_length_that_does_not_fit_is_refused_with_the_one_that_would():
 
 def test_sizes_read_well():
     assert [gib(n) for n in (640, 12 * MIB, 3 * GIB // 2)] == ["640 B", "12.0 MiB", "1.50 GiB"]
-    assert available_memory() > 100 * MIB

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from helpers.fake_model import continuation
+from helpers.fake_model import continuation, expected_prompt_logprobs
 from helpers.scheduler_harness import Harness, beam_search_alone, outputs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,7 +70,12 @@ class Traffic:
             max_tokens = min(rng.randint(1, 12), MAX_MODEL_LEN - len(prompt))
             return self.harness.add(prompt, beam_width=self.beam_width, max_tokens=max_tokens, **options)
         return self.harness.add(
-            prompt, n=rng.choice([1, 1, 1, 2, 5]), max_tokens=rng.choice([1, 2, 10, None]), **options
+            prompt,
+            n=rng.choice([1, 1, 1, 2, 5]),
+            max_tokens=rng.choice([1, 2, 10, None]),
+            prompt_logprobs=rng.choice([None, None, 0, 2]),
+            prompt_only=rng.random() < 0.1,
+            **options,
         )
 
     def check_step(self) -> None:
@@ -98,6 +103,14 @@ class Traffic:
                 )
                 assert hypotheses == alone
                 continue
+            if request.prompt_logprobs is not None:
+                assert request.prompt_logprobs.complete
+                assert list(request.prompt_logprobs) == expected_prompt_logprobs(
+                    request.prompt_token_ids, request.params.prompt_logprobs
+                )
+            if request.prompt_only:
+                assert [s.finish_reason for s in request.sequences] == ["length"] * len(request.sequences)
+                assert not any(outputs_of(request))
             for choice, output in enumerate(outputs_of(request)):
                 assert request.sequences[choice].finished
                 assert output == continuation(request.prompt_token_ids, len(output), choice)

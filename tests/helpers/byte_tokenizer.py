@@ -15,7 +15,7 @@ class ByteTokenizer:
     )
     special_token_strings: dict[str, str] = {}
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
         return list(text.encode())
 
     def encode_chat(self, text: str) -> list[int]:

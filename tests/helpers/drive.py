@@ -136,8 +136,4 @@ def generate(
 
 def run_step(runner: ModelRunner, batch: ScheduledBatch) -> StepOutput:
     """One whole step, blocking."""
-    runner.start(batch)
-    runner.wait()
-    runner.sample()
-    runner.wait()
-    return runner.result()
+    return runner.step(batch)

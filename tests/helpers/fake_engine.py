@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from helpers.byte_tokenizer import ByteTokenizer
-from helpers.fake_model import FakeExecutor, FakeRunner
+from helpers.fake_model import HIDDEN_SIZE, FakeExecutor, FakeRunner
 
 from streamllm.config import EngineConfig
 from streamllm.engine.async_engine import AsyncEngine
@@ -21,16 +21,18 @@ def make_engine(
     budget: int = 64,
     step_seconds: float = 0.0,
     windows: tuple[int | None, ...] = (None,),
+    runner: type[FakeRunner] = FakeRunner,
     **settings,
 ) -> AsyncEngine:
     """An engine over the fake model, checking its blocks in every step.
 
     Args:
         windows: of the model's layers.
+        runner: the fake model.
         settings: further fields of the configuration.
     """
     tokenizer = ByteTokenizer()
-    runner = FakeRunner(block_size=16, max_num_batched_tokens=budget, windows=kv_layout(windows).windows)
+    model = runner(block_size=16, max_num_batched_tokens=budget, windows=kv_layout(windows).windows)
     return AsyncEngine(
         config=EngineConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, debug_kv_blocks=True, **settings
@@ -39,12 +41,13 @@ def make_engine(
         model_config=SimpleNamespace(
             eos_token_ids=(),
             vocab_size=257,
+            hidden_size=HIDDEN_SIZE,
             layer_windows=windows,
             rope=SimpleNamespace(rope_type="default"),
         ),
         tokenizer=tokenizer,
         chat_template=ChatTemplate(tokenizer.chat_template, {}),
-        executor=FakeExecutor(runner, step_seconds),
+        executor=FakeExecutor(model, step_seconds),
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         default_sampling={},

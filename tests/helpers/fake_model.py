@@ -10,9 +10,15 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from streamllm.runner.messages import ScheduledBatch, StepOutput, TokenLogprobs
+import numpy as np
+from helpers.byte_tokenizer import ByteTokenizer
+
+from streamllm.outputs import Logprob
+from streamllm.runner.messages import PromptLogprobChunk, ScheduledBatch, StepOutput, TokenLogprobs
+from streamllm.runner.pooler import Pooler
 
 VOCAB_SIZE = 256
+HIDDEN_SIZE = 6
 
 
 def next_token(token_ids: list[int], choice_index: int = 0) -> int:
@@ -38,6 +44,56 @@ def continuation(prompt: list[int], count: int, choice_index: int = 0) -> list[i
     for _ in range(count):
         token_ids.append(next_token(token_ids, choice_index))
     return token_ids[len(prompt) :]
+
+
+def prompt_logprob(token_ids: list[int], position: int) -> float:
+    """What the fake model says of a prompt's token, given what stands before it."""
+    value = 14695981039346656037
+    for token_id in token_ids[: position + 1]:
+        value = (value ^ token_id) * 1099511628211 % 2**64
+    return -(value % 1000) / 100
+
+
+def prompt_chunk(token_ids: list[int], first: int, end: int, count: int) -> PromptLogprobChunk:
+    """Logprobs of the tokens at ``[first, end)`` with ``count`` candidates each."""
+    ranked = [ranked_tokens(token_ids[:position], count) for position in range(first, end)]
+    return PromptLogprobChunk(
+        first=first,
+        logprobs=np.array(
+            [prompt_logprob(token_ids, position) for position in range(first, end)], np.float32
+        ),
+        ranks=np.full(end - first, count + 1, np.int32),
+        top_ids=np.array([[token for token, _ in top] for top in ranked], np.int32).reshape(
+            end - first, count
+        ),
+        top_logprobs=np.array([[value for _, value in top] for top in ranked], np.float32).reshape(
+            end - first, count
+        ),
+    )
+
+
+def expected_prompt_logprobs(token_ids: list[int], count: int) -> list[dict[int, Logprob] | None]:
+    """What a request with ``prompt_logprobs=count`` must return."""
+    entries: list[dict[int, Logprob] | None] = [None]
+    chunk = prompt_chunk(token_ids, 1, len(token_ids), count)
+    text_of = ByteTokenizer().token_text
+    for position in range(1, len(token_ids)):
+        token_id = token_ids[position]
+        entry = {token_id: Logprob(float(chunk.logprobs[position - 1]), count + 1, text_of(token_id))}
+        for rank in range(count):
+            candidate = int(chunk.top_ids[position - 1, rank])
+            value = float(chunk.top_logprobs[position - 1, rank])
+            entry.setdefault(candidate, Logprob(value, rank + 1, text_of(candidate)))
+        entries.append(entry)
+    return entries
+
+
+def hidden_state(token_ids: list[int]) -> np.ndarray:
+    """The hidden state of the last of ``token_ids``: float32 ``[HIDDEN_SIZE]``, never zero."""
+    value = 14695981039346656037
+    for token_id in token_ids:
+        value = (value ^ token_id) * 1099511628211 % 2**64
+    return np.array([(value >> 8 * part) % 251 - 125.5 for part in range(HIDDEN_SIZE)], np.float32)
 
 
 @dataclass
@@ -71,6 +127,7 @@ class FakeRunner:
         self.memory: dict[int, dict[int, tuple[int, int]]] = {}
         self.written: set[tuple[int, int]] = set()
         self.batches: list[ScheduledBatch] = []
+        self.pooler = Pooler()
 
     def step(self, batch: ScheduledBatch) -> StepOutput:
         self.batches.append(batch)
@@ -78,6 +135,7 @@ class FakeRunner:
         assert 0 < batch.num_tokens <= self.max_num_batched_tokens
         for slot in batch.finished_slots:
             self.slots.pop(slot, None)
+        self.pooler.forget(batch.finished_slots)
         for new in batch.new_sequences:
             assert new.slot not in self.slots, "a slot is in use"
             self.slots[new.slot] = _Slot(
@@ -105,7 +163,30 @@ class FakeRunner:
             output.token_ids.append([next_token(state.token_ids, state.choice_index)])
             output.logprobs.append(self._logprobs(state))
             output.errors.append(None)
+        for prompt in batch.prompt_rows:
+            row = batch.rows[prompt.row]
+            end = prompt.first + len(prompt.token_ids)
+            token_ids = self.slots[row.slot].token_ids
+            assert token_ids[prompt.first : end] == prompt.token_ids and prompt.token_ids
+            assert row.num_computed_tokens < prompt.first, "judged by a row that another step computed"
+            assert end <= row.num_computed_tokens + row.num_tokens + 1
+            output.prompt_logprobs.append(prompt_chunk(token_ids, prompt.first, end, prompt.num_logprobs))
+        if batch.pool_rows:
+            output.pooled = self._pool(batch)
         return output
+
+    def _pool(self, batch: ScheduledBatch) -> list[np.ndarray | str | None]:
+        """By the real pooler, over the fake hidden states of the whole step."""
+        start = np.cumsum([0] + [row.num_tokens for row in batch.rows])
+        hidden = np.zeros((start[-1], HIDDEN_SIZE), np.float32)
+        for pooled in batch.pool_rows:
+            row = batch.rows[pooled.row]
+            token_ids = self.slots[row.slot].token_ids
+            for index in range(row.num_tokens):
+                end = row.num_computed_tokens + index + 1
+                hidden[start[pooled.row] + index] = hidden_state(token_ids[:end])
+            assert pooled.complete == (end == len(token_ids))
+        return self.pooler.pool(batch, start, hidden)
 
     def _logprobs(self, state: _Slot) -> list[TokenLogprobs] | None:
         if state.num_logprobs is None:
@@ -173,7 +254,7 @@ class FakeExecutor:
         if self.fail_next:
             raise self.fail_next.pop(0)
 
-    async def sample(self) -> StepOutput:
+    async def sample(self, masks=None) -> StepOutput:
         assert self._output is not None
         return self._output
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from helpers.byte_tokenizer import ByteTokenizer
 from helpers.fake_model import FakeRunner, ranked_tokens
 
 from streamllm.engine.beam_search import BeamSearch
 from streamllm.engine.block_pool import BlockPool
 from streamllm.engine.block_table import BlockTables
 from streamllm.engine.prefix_hash import block_hashes, chain_seed
+from streamllm.engine.prompt_logprobs import PromptLogprobs
 from streamllm.engine.request import Request, Sequence
 from streamllm.engine.scheduler import Scheduler
 from streamllm.engine.step import Limits
@@ -46,7 +48,15 @@ class Harness:
         self.requests: list[Request] = []
         self.events: list = []
 
-    def add(self, prompt: list[int], *, priority: int = 0, salt: str | None = None, **params) -> Request:
+    def add(
+        self,
+        prompt: list[int],
+        *,
+        priority: int = 0,
+        salt: str | None = None,
+        prompt_only: bool = False,
+        **params,
+    ) -> Request:
         """Queue a request; ``beam_width`` among ``params`` makes it a beam search."""
         seed = chain_seed(salt=salt) if self.prefix_caching else None
         hashes = block_hashes(prompt, self.pool.block_size, seed) if seed else []
@@ -69,7 +79,10 @@ class Harness:
             num_logprobs=beams.num_candidates if beams else params.get("logprobs"),
             hash_seed=seed,
             beams=beams,
+            prompt_only=prompt_only,
         )
+        if request.params.prompt_logprobs is not None:
+            request.prompt_logprobs = PromptLogprobs(prompt, request.params.prompt_logprobs, ByteTokenizer())
         request.sequences = [
             Sequence(
                 key=(priority, len(self.requests), self.scheduler.new_sequence_id()),

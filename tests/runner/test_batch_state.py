@@ -122,7 +122,8 @@ def test_steps_match_plain_lists(data):
             if sequence.computed == len(sequence.tokens):
                 batch.output_rows.append(OutputRow(len(batch.rows) - 1, sequence.sequence_id))
         state.update(batch)
-        state.fill(batch, inputs, sampling)
+        state.fill(batch, inputs)
+        state.fill_outputs(batch, inputs, sampling)
         check_step(batch, inputs, sampling, live, expected_rows)
         assert state.num_sequences == len(live)
         for slot, sequence in live.items():
@@ -180,7 +181,7 @@ def test_positions_without_a_block_are_refused():
     )
     state.update(batch)
     with pytest.raises(IndexError):
-        state.fill(batch, make_inputs(), SamplingBuffers.allocate(1))
+        state.fill(batch, make_inputs())
 
 
 def test_several_outputs_may_draw_from_one_row():
@@ -193,6 +194,7 @@ def test_several_outputs_may_draw_from_one_row():
         output_rows=[OutputRow(0, 100 + slot) for slot in range(3)],
     )
     state.update(batch)
-    state.fill(batch, inputs, sampling)
+    state.fill(batch, inputs)
+    state.fill_outputs(batch, inputs, sampling)
     assert inputs.output_rows[:3].tolist() == [2, 2, 2]
     assert sampling.choice[:3].tolist() == [0, 1, 2]

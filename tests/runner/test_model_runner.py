@@ -118,8 +118,9 @@ def test_a_phase_at_a_time():
         with pytest.raises(RuntimeError, match="still running"):
             early()
     runner.wait()
-    runner.sample()
-    runner.wait()
+    for work in runner.sample():
+        assert work is None and runner.in_flight
+        runner.wait()
     assert len(runner.result().token_ids[0]) == 1
     runner.close()
 

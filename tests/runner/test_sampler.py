@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.sampling_rows import copy_buffers, native_sample
 
-from streamllm.ops.step_inputs import SamplingBuffers
+from streamllm.ops.step_inputs import TOKEN_NOT_FINITE, SamplingBuffers
 from streamllm.runner import sampler
 
 
@@ -41,9 +42,12 @@ def test_greedy_takes_the_lowest_of_equals():
 
 
 def test_not_finite_logits_give_no_token():
-    for bad in ([1, np.nan], [1, np.inf], [-np.inf, -np.inf]):
-        for temperature in (0.0, 1.0):
-            assert sampler.sample_token(np.array(bad, np.float32), temperature=temperature) == -1
+    sampling = SamplingBuffers.allocate(3)
+    for temperature in (0.0, 1.0):
+        sampling.temperature[:] = temperature
+        bad = np.array([[1, np.nan], [1, np.inf], [-np.inf, -np.inf]], np.float32)
+        sampler.sample(bad, sampling)
+        assert sampling.token.tolist() == [TOKEN_NOT_FINITE] * 3
 
 
 def test_filters_keep_the_documented_sets():
@@ -86,15 +90,6 @@ def test_logprobs_are_raw_and_ranked():
     assert top_logprobs == pytest.approx(expected[[1, 3, 2]], abs=1e-6)
 
 
-def native_sample(logits: np.ndarray, vocab_size: int, sampling: SamplingBuffers) -> None:
-    from streamllm.ops.cpu_plan import CpuOps, PlanBuffer
-
-    ops = CpuOps(threads=2, max_tokens=1, max_outputs=len(logits))
-    ops.sample(PlanBuffer(True, vocab_size, logits.shape[1], logits.ctypes.data), vocab_size, sampling)
-    plan = ops.compile()
-    plan.native.run(0, 0, len(logits))
-
-
 def random_sampling(rng: np.random.Generator, rows: int) -> SamplingBuffers:
     sampling = SamplingBuffers.allocate(rows)
     sampling.temperature[:] = rng.choice([0.0, 0.3, 1.0, 1.7], rows)
@@ -118,9 +113,8 @@ def test_native_sampler_equals_the_reference(vocab_size, spread):
     logits[3, vocab_size // 2] = np.nan
     logits[4, vocab_size - 1] = np.inf
     logits[5] = -np.inf
-    native, reference = random_sampling(rng, rows), SamplingBuffers.allocate(rows)
-    for name in SamplingBuffers.__slots__:
-        getattr(reference, name)[...] = getattr(native, name)
+    native = random_sampling(rng, rows)
+    reference = copy_buffers(native)
     native_sample(logits, vocab_size, native)
     sampler.sample(logits, reference)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 from helpers.byte_tokenizer import ByteTokenizer
-from helpers.fake_model import FakeExecutor, FakeRunner
+from helpers.fake_model import HIDDEN_SIZE, FakeExecutor, FakeRunner
 
 from streamllm.config import EngineConfig, ServerConfig
 from streamllm.engine.async_engine import AsyncEngine
@@ -166,6 +166,7 @@ def make_engine(
         model_config=SimpleNamespace(
             eos_token_ids=(),
             vocab_size=257,
+            hidden_size=HIDDEN_SIZE,
             layer_windows=(None,),
             rope=SimpleNamespace(rope_type="default"),
         ),
@@ -185,17 +186,19 @@ def run_server(
     script: Script | None = None,
     step_seconds: float = 0.0,
     max_num_seqs: int = 8,
-    chat_template: bool = True,
+    chat_template: bool | str = True,
     engine_settings: dict[str, Any] | None = None,
     **server_settings: Any,
 ) -> Iterator[RunningServer]:
     """A server in this process; ``engine_settings`` go to :func:`make_engine`, ``server_settings`` are
     ServerConfig's."""
+    if isinstance(chat_template, str):
+        server_settings["chat_template"] = chat_template
     engine, executor = make_engine(
         script=script,
         step_seconds=step_seconds,
         max_num_seqs=max_num_seqs,
-        chat_template=chat_template,
+        chat_template=bool(chat_template),
         **engine_settings or {},
     )
     running = RunningServer(engine, executor, ServerConfig(**server_settings))
