@@ -121,10 +121,7 @@ def runner_logits(
             ]
         batch.rows = [ScheduledRow(slot, position, 1, [], []) for slot in range(num_windows)]
         batch.output_rows = [OutputRow(row, row) for row in range(num_windows)]
-        runner.start(batch)
-        runner.wait()
-        runner.sample()
-        runner.wait()
+        runner.step(batch)
         yield runner.logits()
     runner.close()
 

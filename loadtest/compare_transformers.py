@@ -16,26 +16,22 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
 from client import Client, RequestFailure, run_load
 from prompts import Request, make_prompts, output_lengths
+from servers import EngineFailure, free_port, server
 from tqdm import tqdm
 
 if TYPE_CHECKING:
     from streamllm import LLM
     from streamllm.sources.model_files import ModelFiles
-
-SERVER_START_TIMEOUT = 300.0
-"""Seconds that the server of ``--http`` may take to load."""
 
 
 def load_transformers(files: ModelFiles) -> Any:
@@ -121,32 +117,16 @@ def generate_http(base_url: str, requests: Sequence[Request], concurrency: int) 
 @contextlib.contextmanager
 def serve(model: str | None, concurrency: int, threads: int) -> Iterator[str]:
     """A streamllm server of its own process on a free loopback port; yields its address once it is ready."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "streamllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--dtype", "float32", "--max-num-seqs", str(concurrency)]
     command += ["--threads", str(threads), *(["--model", model] if model else [])]
     url = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + SERVER_START_TIMEOUT
-        while True:
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                    break
-            if process.poll() is not None:
-                raise RuntimeError(f"The server ended with exit code {process.returncode}.")
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"The server was not ready after {SERVER_START_TIMEOUT:g} s.")
-            time.sleep(0.2)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        server(command, Path(folder, "server.log"), f"{url}/health"),
+    ):
         yield url
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def make_requests(
@@ -293,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         result = measure(args)
-    except (ConfigError, ModelLoadError, RequestFailure, RuntimeError) as error:
+    except (ConfigError, ModelLoadError, RequestFailure, EngineFailure, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(render(result))

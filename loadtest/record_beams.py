@@ -13,7 +13,6 @@ from streamllm.engine.beam_search import BeamSearch, Candidates, Continuation
 from streamllm.engine.step import Limits
 from streamllm.models.checkpoint import open_checkpoint
 from streamllm.models.model_config import ModelConfig
-from streamllm.runner.messages import ScheduledBatch, StepOutput
 from streamllm.runner.model_runner import ModelRunner
 from streamllm.sampling_params import BeamSearchParams
 from streamllm.sources import resolve
@@ -81,18 +80,11 @@ def record(
         sampled_vocab_size=tokenizer.vocab_size,
     )
 
-    def answer(batch: ScheduledBatch) -> StepOutput:
-        runner.start(batch)
-        runner.wait()
-        runner.sample()
-        runner.wait()
-        return runner.result()
-
     driver = Driver(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
         limits=limits,
-        answer=answer,
+        answer=runner.step,
         max_model_len=MAX_MODEL_LEN,
     )
     searches = []

@@ -131,7 +131,12 @@ def time_admission(length: int, *, cached: bool, repeats: int) -> dict[str, floa
     vocabulary: Any = Vocabulary()
     num_blocks = length // BLOCK_SIZE + 64
     admission = Admission(
-        vocabulary, max_model_len=2 * length, max_beam_width=1, num_blocks=num_blocks, blocks_for=lambda n: n
+        vocabulary,
+        max_model_len=2 * length,
+        hidden_size=1,
+        max_beam_width=1,
+        num_blocks=num_blocks,
+        blocks_for=lambda n: n,
     )
     prompt = [i * 31 % Vocabulary.vocab_size for i in range(length)]
     hashes = block_hashes(prompt, BLOCK_SIZE, chain_seed())
