@@ -1,0 +1,69 @@
+"""The unchanged ``openai`` npm client: ``node/client.test.mjs`` under node's own test runner."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from asking import DEFAULTS, MODEL
+from helpers.field_values import IGNORED, REFUSED, accepted_fields
+
+from streamllm.server.protocol import ChatRequest, CompletionRequest, field_support
+
+HERE = Path(__file__).parent / "node"
+BODIES = {"chat": ChatRequest, "completions": CompletionRequest}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    """A folder with the script and the installed client."""
+    if not shutil.which("node") or not shutil.which("npm"):
+        pytest.skip("node and npm are not installed")
+    folder = tmp_path_factory.mktemp("node")
+    for path in HERE.iterdir():
+        shutil.copy(path, folder)
+    command = ["npm", "install", "--no-audit", "--no-fund", "--prefer-offline"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        pytest.skip(f"the openai npm package cannot be installed: {done.stderr.splitlines()[:1]}")
+    return folder
+
+
+def field_requests() -> list[dict]:
+    """Every field of both routes in a request: as it is meant to be, and with a value of a wrong type."""
+    requests = []
+    for route, body_type in BODIES.items():
+        required = {**DEFAULTS[route], "temperature": 0, "max_tokens": 1}
+        for name, status in field_support(body_type).items():
+            if status == "ignored":
+                cases = [({**required, name: IGNORED[name]}, None)]
+            elif status == "not supported yet":
+                cases = [({**required, name: REFUSED[name]}, name)]
+            else:
+                accepted = accepted_fields(route, name, required)
+                wrong = 5 if isinstance(accepted[name], dict) else {"never": ["a value"]}
+                cases = [(accepted, None), ({**required, name: wrong}, name)]
+            requests += [
+                {"route": route, "name": name, "request": request, "refused": refused}
+                for request, refused in cases
+            ]
+    return requests
+
+
+def test_the_npm_client(server, project):
+    fields = project / "fields.json"
+    fields.write_text(json.dumps({"model": MODEL, "fields": field_requests()}), encoding="utf-8")
+    done = subprocess.run(
+        ["node", "--test", "client.test.mjs"],
+        cwd=project,
+        env={**os.environ, "SERVER_URL": server.url, "FIELDS": str(fields)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "# fail 0" in done.stdout and "# pass 0" not in done.stdout
