@@ -36,6 +36,7 @@ from streamllm.server.logprobs import (
 )
 from streamllm.server.protocol import MAX_PROMPTS, CompletionRequest, describe_kind
 from streamllm.server.sse import EventStream
+from streamllm.server.suffix import around_suffix
 
 if TYPE_CHECKING:
     from streamllm.engine.async_engine import AsyncEngine
@@ -57,8 +58,8 @@ async def _answer(server: ServerState, request: CompletionRequest) -> Response:
     engine = server.engine
     server.check_model(request.model)
     check_stream_options(request)
-    prompts = read_prompts(request.prompt)
     params = read_params(engine, request)
+    prompts = await around_suffix(engine, request, read_prompts(request.prompt), params)
     n = num_choices(request)
     head = ResponseHead.make("cmpl", server.model_names[0])
     streams = await submit(

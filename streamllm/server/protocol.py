@@ -156,6 +156,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[Any]
     logprobs: int | None = None
     best_of: int | None = None
+    suffix: str | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
 

@@ -18,6 +18,7 @@ from streamllm.server.completions import read_params as completion_params
 from streamllm.server.completions import read_prompts
 from streamllm.server.generation import ServerState, in_field
 from streamllm.server.protocol import ChatRequest, CompletionRequest
+from streamllm.server.suffix import around_suffix
 
 MAX_TEXT = 4_000_000
 """Characters of a text for ``/tokenize``, which need not fit the model's context: some seconds of work."""
@@ -126,7 +127,7 @@ async def render_completion(request: Request) -> Response:
     server.check_model(body.model)
     params = completion_params(server.engine, body)
     prompts = []
-    for prompt in read_prompts(body.prompt):
+    for prompt in await around_suffix(server.engine, body, read_prompts(body.prompt), params):
         token_ids = await server.engine.check_prompt(prompt, params, body.add_special_tokens is not False)
         text = prompt if isinstance(prompt, str) else server.engine.tokenizer.decode(prompt)
         prompts.append(_prompt(server, text, token_ids))

@@ -136,6 +136,10 @@ class Tokenizer:
             token_ids.insert(0, self.bos_token_id)
         return token_ids
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its exact spelling in the vocabulary."""
+        return self._backend.token_to_id(token)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token adds to the text: a part of a character, or several characters.
 

@@ -317,6 +317,13 @@ def echo(ask):
     assert len(scored.choice["logprobs"]["tokens"]) == scored.prompt_tokens
 
 
+@honoured("suffix")
+def suffix(ask):
+    # The default model was not trained to fill in the middle: it says so, and an empty suffix asks nothing.
+    assert ask.refusal(suffix="the end").param == "suffix"
+    assert ask(suffix="").text == ask().text
+
+
 @honoured("return_token_ids", "return_tokens_as_token_ids")
 def token_ids(ask):
     logprobs = {"logprobs": True} if ask.is_chat else {"logprobs": 0}

@@ -21,6 +21,9 @@ class ByteTokenizer:
     def encode_chat(self, text: str) -> list[int]:
         return self.encode(text)
 
+    def token_id(self, token: str) -> int | None:
+        return None
+
     def token_bytes(self, token_id: int) -> bytes:
         return b"<eos>" if token_id == EOS else bytes([token_id])
 

@@ -97,6 +97,7 @@ ACCEPTED: dict[str, Any] = {
     "stream": True,
     "stream_options": {"include_usage": True},
     "structured_outputs": {"choice": ["yes"]},
+    "suffix": "",
     "temperature": 0.5,
     "top_k": 5,
     "top_logprobs": 0,
