@@ -69,7 +69,7 @@ def calm_garbage_collector() -> None:
     tenth of the event loop's time otherwise)."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(5_000, 10, 10)
 
 
 def make_server(engine: AsyncEngine, config: ServerConfig, watchdog: Watchdog | None = None) -> Server:
