@@ -34,6 +34,8 @@ from streamllm.runner.messages import (
 )
 
 NO_UPDATES: list[BlockUpdate] = []
+MAX_HELD_BACK = 64
+"""Sequences that a step looks past, at most, to find one that can start."""
 
 
 class Scheduler:
@@ -257,10 +259,14 @@ class Scheduler:
             return
         promised = self._promised_blocks(step)
         held_back: list[Sequence] = []
+        num_too_long = 0
         while step.budget > 0 and self._free_slots:
             sequence = self._waiting.peek()
-            if sequence is None:
+            if sequence is None or len(held_back) > MAX_HELD_BACK:
                 break
+            if step.computes_prefix_of(sequence, self.pool.block_size):
+                held_back.append(self._waiting.pop())
+                continue
             adopted = self._adopt_prefix(sequence)
             needed = self._blocks_to_come(sequence, sequence.num_computed_tokens)
             if needed + promised + self._watermark(sequence) > self.pool.num_free:
@@ -274,7 +280,8 @@ class Scheduler:
                 # It would be one prompt in progress too many; shorter ones behind it may pass.
                 self._put_back_prefix(sequence, adopted)
                 held_back.append(self._waiting.pop())
-                if len(held_back) > self.limits.max_num_partial_prefills:
+                num_too_long += 1
+                if num_too_long > self.limits.max_num_partial_prefills:
                     break
                 continue
             computed = sequence.num_computed_tokens

@@ -66,6 +66,22 @@ class Step:
     num_partial_prefills: int = 0
     preempted: bool = False
 
+    def computes_prefix_of(self, sequence: Sequence, block_size: int) -> bool:
+        """Whether a prompt in progress computes next what ``sequence`` could share: waiting for it is sooner
+        done than computing it twice. Hashes are chained, so equal ones mean equal beginnings."""
+        if not self.num_partial_prefills:
+            return False
+        hashes = sequence.block_hashes
+        num_shareable = min(len(hashes), sequence.num_adoptable_tokens // block_size)
+        for other, _ in self.chunks:
+            place = other.num_computed_tokens // block_size
+            if (
+                place < min(num_shareable, len(other.block_hashes))
+                and hashes[place] == other.block_hashes[place]
+            ):
+                return True
+        return False
+
     def take_back(self, sequence: Sequence, pool: BlockPool) -> None:
         """Undo a sequence's chunk, if it has one (a beam whose group is preempted as a whole)."""
         for index, (scheduled, chunk) in enumerate(self.chunks):

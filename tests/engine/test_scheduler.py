@@ -254,6 +254,39 @@ def test_a_later_row_of_the_same_step_shares_a_prefix():
     assert outputs_of(second) == [continuation(prompt_of(44), 2)]
 
 
+def test_a_prefix_that_several_wait_for_is_computed_once():
+    harness = Harness(budget=32, max_num_seqs=8, max_model_len=192)
+    shared = prompt_of(128)
+    requests = [harness.add([*shared, 200 + index, 7], max_tokens=2, ignore_eos=True) for index in range(5)]
+    other = harness.add(prompt_of(20, 100), max_tokens=2, ignore_eos=True)
+    harness.run()
+    computed = sum(map(sum, chunks_of(harness)))
+    # Once the prefix; of each request what follows it and one token of output; the other one.
+    assert computed == 128 + 5 * (2 + 1) + 20 + 1
+    assert [request.num_cached_tokens for request in requests] == [0, 128, 128, 128, 128]
+    assert [outputs_of(request) for request in requests] == [
+        [continuation([*shared, 200 + index, 7], 2)] for index in range(5)
+    ]
+    # It is not held up by those that wait.
+    assert other.metrics.first_scheduled_time < requests[1].metrics.first_scheduled_time
+
+
+def test_who_waits_for_a_prefix_goes_on_when_its_request_is_gone():
+    harness = Harness(budget=32, max_num_seqs=8, max_model_len=192)
+    shared = prompt_of(128)
+    first, second, third = [
+        harness.add([*shared, 200 + index], max_tokens=2, ignore_eos=True) for index in range(3)
+    ]
+    harness.step()
+    harness.abort(first)
+    harness.run()
+    for request, last in [(second, 201), (third, 202)]:
+        assert outputs_of(request) == [continuation([*shared, last], 2)]
+    # What the first had computed is used, and the third waited for the second.
+    assert 0 < second.num_cached_tokens < 128 == third.num_cached_tokens
+    assert harness.pool.num_used == 0
+
+
 def test_salts_keep_requests_apart():
     harness = Harness(budget=64)
     for salt, cached in [("a", 0), ("a", 32), ("b", 0), (None, 0), (None, 32)]:
