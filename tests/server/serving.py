@@ -58,6 +58,7 @@ class ScriptedRunner(FakeRunner):
             self._prompt_lengths[new.sequence_id] = new.num_prompt_tokens
         output = super().step(batch)
         states = {state.sequence_id: state for state in self.slots.values()}
+        self._prompt_lengths = {i: n for i, n in self._prompt_lengths.items() if i in states}
         for index, row in enumerate(batch.output_rows):
             state = states[row.sequence_id]
             position = len(state.token_ids) - self._prompt_lengths[row.sequence_id]
