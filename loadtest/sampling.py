@@ -218,17 +218,22 @@ def measure(options: argparse.Namespace, vocab_size: int) -> list[dict[str, obje
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def parse_options(description: str | None, *, check: str) -> argparse.Namespace:
+    """The command line of a benchmark of decode steps; ``check`` is the help of ``--check``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", help="as of streamllm serve; the default model if left out")
     parser.add_argument("--batch", type=int, default=32, help="sequences in a batch")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[49152, 151936])
     parser.add_argument("--prompt", type=int, default=128, help="tokens before the first step")
     parser.add_argument("--steps", type=int, default=60, help="steps of each kind")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a goal is missed")
+    parser.add_argument("--check", action="store_true", help=check)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options(__doc__, check="exit with 1 where a goal is missed")
     results = {}
     missed = False
     for vocab_size in options.vocabularies:

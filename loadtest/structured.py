@@ -18,10 +18,9 @@ import json
 import random
 import statistics
 import time
-from pathlib import Path
 
 import numpy as np
-from sampling import DecodingBatch, Kind, make_runner
+from sampling import DecodingBatch, Kind, make_runner, parse_options
 
 from streamllm.engine.grammar_compile import CompiledGrammar
 from streamllm.engine.structured import GrammarCompiler, GrammarMasks, GrammarState
@@ -174,16 +173,7 @@ def measure(options: argparse.Namespace, vocab_size: int) -> list[dict[str, obje
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", help="as of streamllm serve; the default model if left out")
-    parser.add_argument("--batch", type=int, default=32, help="sequences in a batch")
-    parser.add_argument("--vocabularies", type=int, nargs="+", default=[49152, 151936])
-    parser.add_argument("--prompt", type=int, default=128, help="tokens before the first step")
-    parser.add_argument("--steps", type=int, default=60, help="steps of each kind")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--check", action="store_true", help=f"exit with 1 where a step takes over {GOAL}x")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parse_options(__doc__, check=f"exit with 1 where a step takes over {GOAL}x")
     results = {}
     for vocab_size in options.vocabularies:
         rows = results[vocab_size] = measure(options, vocab_size)

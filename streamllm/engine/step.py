@@ -73,7 +73,8 @@ class Step:
             return False
         hashes = sequence.block_hashes
         num_shareable = min(len(hashes), sequence.num_adoptable_tokens // block_size)
-        for other, _ in self.chunks:
+        # Prompts in progress came last: who waits for one finds it without a look at every decode.
+        for other, _ in reversed(self.chunks):
             place = other.num_computed_tokens // block_size
             if (
                 place < min(num_shareable, len(other.block_hashes))
