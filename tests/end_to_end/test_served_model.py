@@ -12,23 +12,9 @@ import time
 import httpx
 import openai
 import pytest
-from helpers.live_server import LiveServer
 
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = [{"role": "user", "content": "Why is the sky blue?"}]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with LiveServer() as server:
-        yield server
-    assert server.exit_code == 0
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_a_chat_streams_sensible_english(client):

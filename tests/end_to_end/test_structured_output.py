@@ -10,7 +10,6 @@ import openai
 import pydantic
 import pytest
 from helpers.json_schemas import ENFORCED, REFUSED
-from helpers.live_server import LiveServer
 
 from streamllm import LLM, SamplingParams, StructuredOutputsParams
 
@@ -45,19 +44,6 @@ HOSTILE = [
     {"json_object": False}, {"regex": "a", "json": {}}, {"mystery": 1},
 ]  # fmt: skip
 assert len(HOSTILE) >= 50
-
-
-@pytest.fixture(scope="module")
-def server():
-    with LiveServer() as server:
-        yield server
-    assert server.exit_code == 0
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
