@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import json
@@ -18,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from client import Client, Result, run_load
+from client import Client, Result, run_lean, run_load
 from loads import Load
 from model_formats import ModelFormats
 from prompts import Request
@@ -106,7 +105,7 @@ class ServerEngine(Engine):
         command = [self.program, *self.arguments(self.model(), port, setting)]
         log = setting.logs / f"{self.name}.log"
         with server(command, log, f"{url}/health", environment=self.environment(setting)):
-            yield lambda load: asyncio.run(self._run(load, url, setting))
+            yield lambda load: run_lean(self._run(load, url, setting))
 
     async def _run(self, load: Load, url: str, setting: Setting) -> Run:
         requests = load.requests

@@ -10,7 +10,6 @@ that makes no sense.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import datetime
 import importlib.util
 import json
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from client import PATHS, Client, RequestFailure, Result, run_load
+from client import PATHS, Client, RequestFailure, Result, run_lean, run_load
 from prompts import WORDS, Request, TokensPerWord, make_prompts, output_lengths, poisson_arrivals
 from report import plot, render, request_rows, summarise
 from tqdm import tqdm
@@ -236,7 +235,7 @@ def _excerpt(value: Any, difference: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
-        return asyncio.run(run(args))
+        return run_lean(run(args))
     except (RequestFailure, httpx.InvalidURL) as failure:
         print(f"error: {args.base_url}: {failure}", file=sys.stderr)
         return 1

@@ -75,7 +75,7 @@ async def _answer(server: ServerState, request: ChatRequest) -> Response:
             token_ids="chunk" if request.return_token_ids else None,
         )
         return EventStream(
-            writer.frames(streams, num_choices(request)),
+            lambda write: writer.frames(streams, num_choices(request), write),
             in_flight=server.in_flight,
             release=lambda: abort_all(streams),
         )

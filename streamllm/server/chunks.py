@@ -13,7 +13,7 @@ from streamllm.outputs import CompletionOutput, RequestOutput
 from streamllm.server.generation import ResponseHead, Usage, merged, unaborted
 from streamllm.server.logprobs import Entries, PromptEntries, TextOffsets
 from streamllm.server.protocol import StreamOptions
-from streamllm.server.sse import frame
+from streamllm.server.sse import Write, frame
 
 if TYPE_CHECKING:
     from streamllm.engine.stream import RequestStream
@@ -103,17 +103,30 @@ class ChunkWriter:
         self._rest = self._close_text + b',"logprobs":null,"finish_reason":null}]'
         self._end = b',"usage":null}\n\n' if self._sends_usage else b"}\n\n"
 
-    async def frames(self, streams: Sequence[RequestStream], n: int) -> AsyncGenerator[bytes, None]:
-        """The whole response but ``[DONE]``; what is ready at one time goes out as one piece."""
+    async def frames(
+        self, streams: Sequence[RequestStream], n: int, write: Write
+    ) -> AsyncGenerator[bytes, None]:
+        """The whole response but ``[DONE]``; what is ready at one time goes out as one piece.
+
+        Args:
+            write: writes a piece at once, or refuses it. While the generator waits for its only stream, plain
+                tokens go that way, without waking it.
+        """
         usage = Usage(streams)
         progress = [ChoiceProgress(number) for number in range(len(streams) * n)]
         if len(streams) == 1:
             # Without the generator that merges: one more would cost as much as writing a token's chunk.
-            async for output in streams[0]:
-                if output.prompt_logprobs is not None:
-                    await self._prompt_came(0, output.prompt_logprobs)
-                if data := self._pieces(progress, unaborted(output), usage):
-                    yield data
+            (stream,) = streams
+            if self._is_plain and not self._sends_running_usage:
+                stream.set_shortcut(lambda delta: self._write_plain(delta, progress, usage, write))
+            try:
+                async for output in stream:
+                    if output.prompt_logprobs is not None:
+                        await self._prompt_came(0, output.prompt_logprobs)
+                    if data := self._pieces(progress, unaborted(output), usage):
+                        yield data
+            finally:
+                stream.set_shortcut(None)
         else:
             async with aclosing(merged(streams)) as outputs:
                 async for index, output in outputs:
@@ -123,6 +136,21 @@ class ChunkWriter:
                         yield data
         if self._sends_usage:
             yield frame({**self._head, "choices": [], "usage": usage.body(), **self._extras()})
+
+    def _write_plain(
+        self, delta: CompletionOutput, progress: Sequence[ChoiceProgress], usage: Usage, write: Write
+    ) -> bool:
+        """Write a choice's news if they are text and nothing else."""
+        choice = progress[delta.index]
+        if not choice.begun or not delta.text or delta.finish_reason is not None:
+            return False
+        if not write(self._plain_frame(choice.number, delta.text, self._end)):
+            return False
+        usage.add_tokens(len(delta.token_ids))
+        return True
+
+    def _plain_frame(self, number: int, text: str, end: bytes) -> bytes:
+        return self._start + b"%d," % number + self._open_text + orjson.dumps(text) + self._rest + end
 
     async def _prompt_came(self, index: int, logprobs: PromptEntries) -> None:
         if self._take_prompt is not None:
@@ -154,9 +182,7 @@ class ChunkWriter:
         """Frames of one choice's news: none while its tokens are not text yet."""
         index = progress.number
         if self._is_plain and progress.begun and output.text and output.finish_reason is None:
-            return (
-                self._start + b"%d," % index + self._open_text + orjson.dumps(output.text) + self._rest + end
-            )
+            return self._plain_frame(index, output.text, end)
         first, prompt_ids = b"", b""
         if self._token_ids is not None:
             progress.token_ids.extend(output.token_ids)

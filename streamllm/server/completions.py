@@ -99,7 +99,7 @@ async def _answer(server: ServerState, request: CompletionRequest) -> Response:
             take_prompt=None if echo is None else echo.take,
         )
         return EventStream(
-            writer.frames(streams, n),
+            lambda write: writer.frames(streams, n, write),
             in_flight=server.in_flight,
             release=lambda: abort_all(streams),
         )

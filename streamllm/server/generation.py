@@ -327,6 +327,10 @@ class Usage:
         self._completion_tokens += sum(len(choice.token_ids) for choice in output.outputs)
         self._cached_tokens[output.request_id] = output.num_cached_tokens
 
+    def add_tokens(self, count: int) -> None:
+        """Count tokens of a request that :meth:`add` knows."""
+        self._completion_tokens += count
+
     def add_unreturned(self) -> None:
         """At the end: count everything generated, the choices that ``best_of`` and beams drop too, as OpenAI
         does."""

@@ -32,6 +32,9 @@ from streamllm.server.request_context import current_request
 
 logger = logging.getLogger("streamllm.server")
 
+Write = Callable[[bytes], bool]
+"""Writes a piece of an answer at once; ``False`` if it must be sent and waited for (a slow client)."""
+
 DONE = b"data: [DONE]\n\n"
 FAREWELL_TIMEOUT = 1.0
 """Seconds that a client gets to take the last event when its time is over."""
@@ -50,16 +53,21 @@ class EventStream(Response):
     off: its connection's buffers are full, so that nothing can be said to it.
 
     Args:
-        frames: yields whole frames as bytes; closed in every case.
+        frames: called with a :data:`Write` when the answer has begun; yields whole frames as bytes, and is
+            closed in every case.
         release: called once at the end, whatever happened.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, frames: AsyncGenerator[bytes, None], *, in_flight: InFlight, release: Callable[[], None]
+        self,
+        frames: Callable[[Write], AsyncGenerator[bytes, None]],
+        *,
+        in_flight: InFlight,
+        release: Callable[[], None],
     ) -> None:
-        self.frames = frames
+        self._frames = frames
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -94,14 +102,20 @@ class EventStream(Response):
         extension = scope.get("extensions", {}).get(PIECE)
         write_piece = _cannot if extension is None else extension["call"]
         context = current_request()
+
+        def write(data: bytes) -> bool:
+            if not write_piece(data):
+                return False
+            context.num_bytes_past_middleware += len(data)
+            return True
+
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         self._started = True
         end = DONE
         try:
-            async with aclosing(self.frames):
-                async for data in self.frames:
-                    if write_piece(data):
-                        context.num_bytes_past_middleware += len(data)
+            async with aclosing(self._frames(write)) as frames:
+                async for data in frames:
+                    if write(data):
                         continue
                     self._sending_since = time.monotonic()
                     await send({"type": "http.response.body", "body": data, "more_body": True})
