@@ -23,8 +23,6 @@ inline constexpr bool kConvert = kAccumulators < 24;
 // through a partition together.
 inline constexpr int kGroupTiles = kConvert ? 4 : kPartitionTiles;
 inline constexpr int kPassRows = kConvert ? 1 << 30 : kBlockRows;
-// How far ahead keys are fetched.
-inline constexpr int kAheadTiles = 4;
 // Key tiles, or 16-wide slices of values, whose sums go into registers with those of ROWS rows.
 template <int ROWS>
 inline constexpr int kSlices = ROWS * 4 <= kAccumulators ? 4 : ROWS * 2 <= kAccumulators ? 2 : 1;
@@ -40,35 +38,37 @@ template <typename T>
 struct TileGroup {
   int first;  // number of the first one in the partition
   const T* tiles[kGroupTiles];
+  const T* ahead[kGroupTiles];  // what is read in their stead next, if it is worth fetching
 };
 
-// What is fetched while a group's scores are computed: its values, and the keys that come next.
-template <typename T>
-struct Ahead {
-  const T* values[kGroupTiles];
-  const T* keys[kGroupTiles];
-};
+// Fetches BYTES from the cache line at `p` on.
+template <int BYTES, typename T>
+inline void prefetch_lines(const T* p) {
+  for (int byte = 0; byte < BYTES; byte += 64) prefetch(reinterpret_cast<const char*>(p) + byte);
+}
 
-// scores[r][16 * t + lane] = q[r] . key, for kSlices<ROWS> tiles. FETCH: `ahead` says what else is read.
+// scores[r][16 * t + lane] = q[r] . key, for kSlices<ROWS> tiles. FETCH: as much of the tiles `ahead` is
+// fetched meanwhile, one after the other: memory gives most when it is read in order.
 template <int ROWS, bool FETCH, typename T>
 [[gnu::flatten, gnu::noinline]] void score_tiles(const float* q, int head_dim, const T* const* tiles,
-                                                 const Ahead<T>* ahead, int slice, float* scores) {
-  constexpr int kTiles = kSlices<ROWS>;
+                                                 const T* const* ahead, float* scores) {
+  constexpr int kTiles = kSlices<ROWS>, kStep = kTiles * kKeyTile;
   Vec16 sum[ROWS][kTiles];
   unroll<ROWS>([&](int r) { unroll<kTiles>([&](int t) { sum[r][t] = splat(0.0f); }); });
-  for (int d = 0; d < head_dim; ++d) {
-    Vec16 key[kTiles];
-    unroll<kTiles>([&](int t) {
-      key[t] = load(tiles[slice + t] + d * kKeyTile);
+  for (int part = 0, d = 0; part < kTiles; ++part) {
+    [[maybe_unused]] const T* fetched = FETCH ? ahead[part] : nullptr;
+    for (const int end = (part + 1) * head_dim / kTiles; d < end; ++d) {
+      Vec16 key[kTiles];
+      unroll<kTiles>([&](int t) { key[t] = load(tiles[t] + d * kKeyTile); });
       if constexpr (FETCH) {
-        prefetch(ahead->values[slice + t] + d * kKeyTile);
-        prefetch(ahead->keys[slice + t] + d * kKeyTile);
+        prefetch_lines<kStep * int{sizeof(T)}>(fetched);
+        fetched += kStep;
       }
-    });
-    unroll<ROWS>([&](int r) {
-      const Vec16 value = splat(q[r * head_dim + d]);
-      unroll<kTiles>([&](int t) { sum[r][t] = fma(value, key[t], sum[r][t]); });
-    });
+      unroll<ROWS>([&](int r) {
+        const Vec16 value = splat(q[r * head_dim + d]);
+        unroll<kTiles>([&](int t) { sum[r][t] = fma(value, key[t], sum[r][t]); });
+      });
+    }
   }
   unroll<ROWS>([&](int r) {
     unroll<kTiles>([&](int t) { store(scores + r * kPartition + t * kKeyTile, sum[r][t]); });
@@ -76,7 +76,8 @@ template <int ROWS, bool FETCH, typename T>
 }
 
 // out[r][0 : 16 * SLICES] += p[r][key] * value[key][dim : dim + 16 * SLICES], for keys of the group in order.
-template <int ROWS, int SLICES, bool LOW8, typename T>
+// FETCH: as much of the group's tiles ahead is fetched meanwhile.
+template <int ROWS, int SLICES, bool LOW8, bool FETCH, typename T>
 [[gnu::flatten, gnu::noinline]] void add_values(const float* p, const TileGroup<T>& group, Range keys,
                                                 int head_dim, int dim, float* out, int out_stride) {
   Vec16 sum[ROWS][SLICES];
@@ -85,8 +86,14 @@ template <int ROWS, int SLICES, bool LOW8, typename T>
   for (int key = keys.begin; key < keys.end;) {
     const int tile_end = (key / kKeyTile + 1) * kKeyTile;
     const int end = tile_end < keys.end ? tile_end : keys.end;
-    const T* row = group.tiles[key / kKeyTile - group.first] + key % kKeyTile * head_dim + dim;
+    const int tile = key / kKeyTile - group.first, offset = key % kKeyTile * head_dim + dim;
+    const T* row = group.tiles[tile] + offset;
+    [[maybe_unused]] const T* fetched = FETCH ? group.ahead[tile] + offset : nullptr;
     for (; key < end; ++key, row += head_dim) {
+      if constexpr (FETCH) {
+        prefetch_lines<SLICES * 16 * int{sizeof(T)}>(fetched);
+        fetched += head_dim;
+      }
       Vec16 value[SLICES];
       unroll<SLICES>([&](int s) {
         if constexpr (LOW8) {
@@ -105,19 +112,19 @@ template <int ROWS, int SLICES, bool LOW8, typename T>
       [&](int r) { unroll<SLICES>([&](int s) { store(out + r * out_stride + s * 16, sum[r][s]); }); });
 }
 
-template <int ROWS, typename T>
+template <int ROWS, bool FETCH, typename T>
 inline void add_all_values(const float* p, const TileGroup<T>& group, Range keys, int head_dim, float* out,
                            int out_stride) {
   constexpr int kStep = kSlices<ROWS>;
   if (keys.begin >= keys.end) return;
   int dim = 0;
   for (; dim + 16 * kStep <= head_dim; dim += 16 * kStep) {
-    add_values<ROWS, kStep, false>(p, group, keys, head_dim, dim, out + dim, out_stride);
+    add_values<ROWS, kStep, false, FETCH>(p, group, keys, head_dim, dim, out + dim, out_stride);
   }
   for (; dim + 16 <= head_dim; dim += 16) {
-    add_values<ROWS, 1, false>(p, group, keys, head_dim, dim, out + dim, out_stride);
+    add_values<ROWS, 1, false, FETCH>(p, group, keys, head_dim, dim, out + dim, out_stride);
   }
-  if (dim < head_dim) add_values<ROWS, 1, true>(p, group, keys, head_dim, dim, out + dim, out_stride);
+  if (dim < head_dim) add_values<ROWS, 1, true, FETCH>(p, group, keys, head_dim, dim, out + dim, out_stride);
 }
 
 // Calls function.template operator()<ROWS>(first) for blocks of ROWS <= kBlockRows rows from `first` on.
@@ -171,18 +178,28 @@ inline void merge(SoftmaxState& state, float* out, const SoftmaxState& other, co
 }
 
 // Where the keys and values of a partition and one KV head lie; the next head's follow `head_stride` elements
-// apass. nullptr where no row of the tile sees a key.
+// apart. nullptr where no row of the tile sees a key.
 template <typename KV>
 struct PartitionTiles {
   const KV* keys[kPartitionTiles];
   const KV* values[kPartitionTiles];
   int64_t head_stride;
+  int64_t head_tile_bytes;
 
   void advance_head() {
     for (int i = 0; i < kPartitionTiles; ++i) {
       if (keys[i] == nullptr) continue;
       keys[i] += head_stride;
       values[i] += head_stride;
+    }
+  }
+
+  void prefetch_keys() const {
+    for (int i = 0; i < kPartitionTiles; ++i) {
+      if (keys[i] == nullptr) continue;
+      for (int64_t byte = 0; byte < head_tile_bytes; byte += 64) {
+        prefetch(reinterpret_cast<const char*>(keys[i]) + byte);
+      }
     }
   }
 };
@@ -193,6 +210,7 @@ inline PartitionTiles<KV> partition_tiles(const AttentionArgs& args, const Atten
   PartitionTiles<KV> tiles = {};
   // Both caches hold as many elements a block and head.
   tiles.head_stride = static_cast<int64_t>(args.block_size) * args.head_dim;
+  tiles.head_tile_bytes = static_cast<int64_t>(kKeyTile) * args.head_dim * sizeof(KV);
   const int32_t* table = reinterpret_cast<const int32_t*>(args.block_tables[tile.sequence]);
   for (int i = keys.begin / kKeyTile; i <= (keys.end - 1) / kKeyTile; ++i) {
     const int position = base + i * kKeyTile;
@@ -242,9 +260,11 @@ struct RowPass {
   const PartitionTiles<KV>& tiles;
   const Range* visible;  // [rows] keys that each row sees: the later the row, the later first and last
   int rows;
-  int first_row;    // in the tile
-  bool fetch;       // few rows read these keys, as in a decode: memory is what they wait for
-  bool more_heads;  // the tile's next head follows
+  int first_row;  // in the tile
+  // Few rows read these keys, as in a decode, so that memory is what they wait for: while scores are computed
+  // the values are fetched, while values are added the keys that come next.
+  bool fetch;
+  const KV* const* next_keys;  // [kPartitionTiles]
 
   bool empty() const { return visible[0].begin >= visible[rows - 1].end; }
   int first_tile() const { return visible[0].begin / kKeyTile; }
@@ -254,8 +274,8 @@ struct RowPass {
 // Calls function(group) for all tiles of the partition that some row sees, in order, converted if kConvert
 // says so and several blocks of rows read them.
 template <typename KV, typename Function>
-inline void for_each_group(const RowPass<KV>& pass, const KV* const* tiles, int head_dim, float* converted,
-                           Function function) {
+inline void for_each_group(const RowPass<KV>& pass, const KV* const* tiles, const KV* const* ahead,
+                           int head_dim, float* converted, Function function) {
   const int first = pass.first_tile(), last = pass.last_tile(), tile_elements = kKeyTile * head_dim;
   const bool convert = kConvert && sizeof(KV) < sizeof(float) && pass.rows > kBlockRows;
   for (int tile = first / kGroupTiles * kGroupTiles; tile <= last; tile += kGroupTiles) {
@@ -266,7 +286,8 @@ inline void for_each_group(const RowPass<KV>& pass, const KV* const* tiles, int 
       // Beyond the visible tiles any other will do: nobody reads those scores.
       const int current = tile + t < first ? first : tile + t < last ? tile + t : last;
       group.tiles[t] = tiles[current];
-      wide.tiles[t] = converted + (current - tile) * tile_elements;
+      group.ahead[t] = ahead[current];
+      wide.tiles[t] = wide.ahead[t] = converted + (current - tile) * tile_elements;
       if (convert && current == tile + t) {
         float* target = converted + t * tile_elements;
         for (int i = 0; i < tile_elements; i += 16) store(target + i, load(tiles[current] + i));
@@ -281,47 +302,24 @@ inline void for_each_group(const RowPass<KV>& pass, const KV* const* tiles, int 
 }
 
 template <typename KV>
-inline Ahead<KV> what_is_ahead(const RowPass<KV>& pass, int first) {
-  const int first_tile = pass.first_tile(), last = pass.last_tile();
-  Ahead<KV> ahead;
-  for (int t = 0; t < kGroupTiles; ++t) {
-    const int current = first + t < first_tile ? first_tile : first + t < last ? first + t : last;
-    const int next = current + kAheadTiles;
-    ahead.values[t] = pass.tiles.values[current];
-    ahead.keys[t] = next <= last ? pass.tiles.keys[next] : pass.tiles.keys[current];
-    // After the last keys come the next head's first.
-    const int beyond = first_tile + next - last - 1;
-    if (next > last && pass.more_heads && beyond <= last) {
-      ahead.keys[t] = pass.tiles.keys[beyond] + pass.tiles.head_stride;
-    }
-  }
-  return ahead;
-}
-
-template <typename KV>
 inline void score(const RowPass<KV>& pass, int head_dim, const Scratch& scratch) {
   const int last = pass.last_tile();
   const float* q = scratch.q + pass.first_row * head_dim;
   const auto score_group = [&]<typename T>(const TileGroup<T>& group) {
-    [[maybe_unused]] Ahead<T> ahead;
-    if constexpr (sizeof(T) == sizeof(KV)) {
-      if (pass.fetch) ahead = what_is_ahead(pass, group.first);
-    }
     for_each_block(pass.rows, [&]<int ROWS>(int row) {
       for (int slice = 0; slice < kGroupTiles && group.first + slice <= last; slice += kSlices<ROWS>) {
         if (group.first + slice + kSlices<ROWS> <= pass.first_tile()) continue;
         float* scores = scratch.scores + row * kPartition + (group.first + slice) * kKeyTile;
-        if constexpr (sizeof(T) == sizeof(KV)) {
-          if (pass.fetch && row == 0) {
-            score_tiles<ROWS, true, T>(q, head_dim, group.tiles, &ahead, slice, scores);
-            continue;
-          }
+        const T* const* tiles = group.tiles + slice;
+        if (sizeof(T) == sizeof(KV) && pass.fetch && row == 0) {
+          score_tiles<ROWS, true>(q, head_dim, tiles, group.ahead + slice, scores);
+        } else {
+          score_tiles<ROWS, false, T>(q + row * head_dim, head_dim, tiles, nullptr, scores);
         }
-        score_tiles<ROWS, false, T>(q + row * head_dim, head_dim, group.tiles, nullptr, slice, scores);
       }
     });
   };
-  for_each_group(pass, pass.tiles.keys, head_dim, scratch.converted, score_group);
+  for_each_group(pass, pass.tiles.keys, pass.tiles.values, head_dim, scratch.converted, score_group);
 }
 
 template <typename KV>
@@ -332,8 +330,13 @@ inline void add_weighted_values(const RowPass<KV>& pass, int head_dim, int padde
     const Range span{group.first * kKeyTile, (group.first + kGroupTiles) * kKeyTile};
     const auto add = [&]<int ROWS>(int row, int begin, int end) {
       const Range keys{begin > span.begin ? begin : span.begin, end < span.end ? end : span.end};
-      add_all_values<ROWS>(scratch.scores + row * kPartition, group, keys, head_dim,
-                           scratch.partial + row * padded_dim, padded_dim);
+      const float* weights = scratch.scores + row * kPartition;
+      float* sums = scratch.partial + row * padded_dim;
+      if (sizeof(T) == sizeof(KV) && pass.fetch && row == 0) {
+        add_all_values<ROWS, true>(weights, group, keys, head_dim, sums, padded_dim);
+      } else {
+        add_all_values<ROWS, false>(weights, group, keys, head_dim, sums, padded_dim);
+      }
     };
     const auto add_one = [&](int row, int begin, int end) { add.template operator()<1>(row, begin, end); };
     for_each_block(pass.rows, [&]<int ROWS>(int row) {
@@ -349,7 +352,7 @@ inline void add_weighted_values(const RowPass<KV>& pass, int head_dim, int padde
       }
     });
   };
-  for_each_group(pass, pass.tiles.values, head_dim, scratch.converted, add_group);
+  for_each_group(pass, pass.tiles.values, pass.next_keys, head_dim, scratch.converted, add_group);
 }
 
 template <typename KV>
@@ -413,27 +416,45 @@ inline void attend(const AttentionArgs& args, const AttentionTile& tile, float* 
 
   const int position =
       args.context_lens[tile.sequence] - args.query_start[tile.sequence + 1] + tile.first_row;
+  // Of a partition, what a token's row sees.
+  const auto visible = [&](int partition, int token) {
+    const int last = position + token - partition * kPartition;  // the row's own position
+    const int begin = args.window > 0 ? last - args.window + 1 : 0;
+    return Range{begin > 0 ? begin : 0, last < kPartition ? last + 1 : kPartition};
+  };
+  const auto tiles_of = [&](int partition) {
+    const Range any{visible(partition, 0).begin, visible(partition, tile.num_rows - 1).end};
+    return partition_tiles<KV>(args, tile, partition * kPartition, any);
+  };
+  const bool fetch = tile.num_rows == 1;
+  PartitionTiles<KV> tiles = tiles_of(tile.first_partition);
+  if (fetch) tiles.prefetch_keys();
   for (int partition = tile.first_partition; partition < tile.end_partition; ++partition) {
-    const int base = partition * kPartition;
     for (int row = 0; row < rows.per_head; ++row) {
-      const int last = position + row / rows.group - base;  // the row's own position
-      const int begin = args.window > 0 ? last - args.window + 1 : 0;
-      scratch.visible[row] = {begin > 0 ? begin : 0, last < kPartition ? last + 1 : kPartition};
+      scratch.visible[row] = visible(partition, row / rows.group);
     }
-    const Range any{scratch.visible[0].begin, scratch.visible[rows.per_head - 1].end};
-    PartitionTiles<KV> tiles = partition_tiles<KV>(args, tile, base, any);
+    const PartitionTiles<KV> following =
+        partition + 1 < tile.end_partition ? tiles_of(partition + 1) : tiles;
     for (int head = 0; head < tile.num_heads; ++head, tiles.advance_head()) {
+      const bool more_heads = head + 1 < tile.num_heads;
+      const KV* next_keys[kPartitionTiles] = {};
+      for (int i = 0; i < kPartitionTiles; ++i) {
+        if (tiles.keys[i] == nullptr) continue;
+        const KV* beyond = following.keys[i] != nullptr ? following.keys[i] : tiles.keys[i];
+        next_keys[i] = more_heads ? tiles.keys[i] + tiles.head_stride : beyond;
+      }
       for (int row = 0; row < rows.per_head; row += kPassRows) {
         const int left = rows.per_head - row;
-        RowPass<KV> pass{.tiles = tiles,
-                         .visible = scratch.visible + row,
-                         .rows = left < kPassRows ? left : kPassRows,
-                         .first_row = head * rows.per_head + row,
-                         .fetch = row == 0 && tile.num_rows == 1,
-                         .more_heads = head + 1 < tile.num_heads};
+        const RowPass<KV> pass{.tiles = tiles,
+                               .visible = scratch.visible + row,
+                               .rows = left < kPassRows ? left : kPassRows,
+                               .first_row = head * rows.per_head + row,
+                               .fetch = fetch && row == 0,
+                               .next_keys = next_keys};
         attend(args, pass, padded_dim, scratch);
       }
     }
+    tiles = following;
   }
   if (tile.partial == nullptr) write_output(args, tile, scratch.result, padded_dim);
 }
