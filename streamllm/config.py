@@ -213,6 +213,10 @@ class ServerConfig(_Settings):
 
     host: str = setting("0.0.0.0", "Address to listen on.")
     port: int = setting(8000, "Port to listen on; 0 takes a free one.", kind="int", low=0, high=65535)
+    uds: str | None = setting(None, "Listen on this Unix socket instead of host and port.")
+    root_path: str = setting(
+        "", "Prefix of all paths as clients see them, where a proxy strips it: /llm for /llm/v1/models."
+    )
     served_model_name: tuple[str, ...] = setting(
         (), "Names that requests may use for the model; the first one is shown in answers.", kind="list"
     )

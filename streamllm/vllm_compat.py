@@ -65,9 +65,9 @@ UNSUPPORTED = frozenset(
     max_long_partial_prefills max_lora_rank max_loras max_seq_len_to_capture middleware
     mm_processor_cache_gb mm_processor_kwargs nnodes node_rank num_scheduler_steps numa_bind
     optimization_level otlp_metrics_endpoint otlp_traces_endpoint prefill_context_parallel_size
-    prefix_caching_hash_algo reasoning_parser response_role return_tokens_as_token_ids root_path
+    prefix_caching_hash_algo reasoning_parser response_role return_tokens_as_token_ids
     scheduler_cls show_hidden_metrics_for_version ssl_ciphers structured_outputs_config tokens_only
-    tool_call_parser tool_parser_plugin tool_server uds
+    tool_call_parser tool_parser_plugin tool_server
     """.split()  # noqa: SIM905
 )
 """vLLM's other settings: refused whatever their value."""

@@ -63,7 +63,11 @@ def run(options: argparse.Namespace) -> int:
         from streamllm.engine.async_engine import AsyncEngine
         from streamllm.server.run import serve
 
-        return serve(lambda: AsyncEngine.from_config(engine_config), server_config, sock)
+        try:
+            return serve(lambda: AsyncEngine.from_config(engine_config), server_config, sock)
+        finally:
+            if server_config.uds is not None:
+                Path(server_config.uds).unlink(missing_ok=True)
 
 
 def read_configs(options: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
@@ -148,8 +152,10 @@ def bind(config: ServerConfig) -> socket.socket:
     """The listening socket, taken before the model loads so that a busy port is known at once.
 
     Raises:
-        ConfigError: host or port cannot be had.
+        ConfigError: host or port, or the Unix socket, cannot be had.
     """
+    if config.uds is not None:
+        return _bind_unix(config.uds)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -168,5 +174,23 @@ def bind(config: ServerConfig) -> socket.socket:
             f"port {config.port} on {config.host} cannot be used ({error.strerror or error}); "
             "choose another with --port."
         ) from None
+    sock.setblocking(False)
+    return sock
+
+
+def _bind_unix(path: str) -> socket.socket:
+    """A Unix socket at ``path``; one that a server left behind is replaced, anything else there is not."""
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        if Path(path).is_socket():
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(path) == 0:
+                    raise OSError("a server listens there")
+            Path(path).unlink()
+        sock.bind(path)
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"--uds {path} cannot be used ({error.strerror or error}); name another.") from None
     sock.setblocking(False)
     return sock

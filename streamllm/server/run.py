@@ -84,6 +84,7 @@ def make_server(engine: AsyncEngine, config: ServerConfig, watchdog: Watchdog | 
         loop="uvloop",
         http=http_protocol(config.max_header_bytes, config.max_headers),
         ws="none",
+        root_path=config.root_path.rstrip("/"),
         lifespan="on",
         log_level=config.uvicorn_log_level,
         access_log=False,
@@ -124,6 +125,11 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         scheme = "https" if self._state.config.ssl_certfile else "http"
         for sock in sockets or []:
+            if sock.family == socket.AF_UNIX:
+                logger.info(
+                    "serving %s on the Unix socket %s", self._state.model_names[0], sock.getsockname()
+                )
+                continue
             host, port = sock.getsockname()[:2]
             host = f"[{host}]" if ":" in host else host
             logger.info("serving %s on %s://%s:%d", self._state.model_names[0], scheme, host, port)

@@ -152,6 +152,24 @@ def test_a_busy_port_is_said_before_the_model_is_looked_for(capsys):
     assert f"port {port}" in capsys.readouterr().err
 
 
+def test_a_unix_socket_in_use_is_said_and_one_left_behind_replaced(capsys, tmp_path):
+    path = tmp_path / "s.sock"
+    serve = ["serve", "/no/such/model", "--uds", str(path)]
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(str(path))
+        taken.listen()
+        assert main(serve) == 2
+        assert f"--uds {path} cannot be used (a server listens there)" in capsys.readouterr().err
+    assert path.is_socket()
+    assert main(serve) == 1  # the model is not there; the socket was to be had
+    assert "/no/such/model" in capsys.readouterr().err
+    assert not path.exists()
+    path.write_text("a file")
+    assert main(serve) == 2
+    assert path.read_text() == "a file"
+    assert main(["serve", "--uds", str(tmp_path / "none" / "s.sock")]) == 2
+
+
 @pytest.mark.parametrize("model", ["/no/such/folder", "./nothing.gguf"])
 def test_a_model_that_is_not_there_is_one_line_and_exit_code_1(model, capsys):
     assert main(["serve", model, "--host", "127.0.0.1", "--port", "0"]) == 1

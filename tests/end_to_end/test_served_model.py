@@ -227,3 +227,29 @@ def test_vllms_module_path_serves_too():
     finally:
         process.terminate()
         assert process.wait(timeout=60) == 0
+
+
+def test_a_unix_socket_serves_and_is_gone_afterwards(tmp_path):
+    path = tmp_path / "streamllm.sock"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "streamllm.cli.main", "serve", "--uds", str(path)], stderr=subprocess.PIPE
+    )
+    try:
+        http = httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(path)), base_url="http://server", timeout=60
+        )
+        deadline = time.monotonic() + 90
+        while not path.is_socket():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        # The socket listens before the model is there: early clients wait.
+        body = {"messages": QUESTION, "max_tokens": 4, "stream": True}
+        answer = http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
+        # Whoever stands behind a proxy on the socket is not on this machine.
+        assert http.post("/reset_prefix_cache").status_code == 403
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert not path.exists()

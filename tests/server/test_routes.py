@@ -283,3 +283,14 @@ def test_documentation_can_be_switched_off():
 def test_answers_are_json(server):
     for path in ("/v1/models", "/version", "/load", "/openapi.json"):
         json.loads(httpx.get(server.url + path).content)
+
+
+def test_paths_may_have_a_prefix_that_a_proxy_strips():
+    with run_server(root_path="/llm/", api_key=("key",)) as server:
+        assert httpx.get(server.url + "/health").status_code == 200
+        assert httpx.get(server.url + "/v1/models").status_code == 401
+        opened = {"Authorization": "Bearer key"}
+        assert httpx.get(server.url + "/v1/models", headers=opened).status_code == 200
+        # The same path with the prefix is another path, and no way around the key.
+        assert httpx.get(server.url + "/llm/v1/models").status_code == 401
+        assert httpx.get(server.url + "/llm/health").status_code == 401
