@@ -1,4 +1,5 @@
-"""What this machine gives to this process: cores, memory, NUMA nodes. Linux says it in text files.
+"""What this machine gives to this process: cores, memory, NUMA nodes, GPUs. Linux says it in text files, the
+driver of GPUs in a library.
 
 Functions take the file system's root, so that a test can describe another machine. Where a file is
 missing (another system, a locked-down container) the answer is the one that needs no special treatment.
@@ -6,11 +7,31 @@ missing (another system, a locked-down container) the answer is the one that nee
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path("/")
+CUDA_DRIVER = "libcuda.so.1"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that CUDA's driver shows to this process (``CUDA_VISIBLE_DEVICES`` limits them).
+
+    Attributes:
+        name: the driver's for it.
+        compute_capability: e.g. ``(9, 0)``, whose code is called sm_90.
+        memory: bytes.
+    """
+
+    name: str
+    compute_capability: tuple[int, int]
+    memory: int
 
 
 def allowed_cpus() -> frozenset[int]:
@@ -94,6 +115,39 @@ def cpu_flags(root: Path = ROOT) -> frozenset[str]:
     return frozenset((_cpu_field(root, "flags") or _cpu_field(root, "Features") or "").split())
 
 
+def gpus(driver: str = CUDA_DRIVER) -> list[Gpu]:
+    """GPUs in the driver's order; none without a driver, or if it does not work (a container without devices,
+    a kernel module of another version)."""
+    cuda = _initialized_driver(driver)
+    count = ctypes.c_int()
+    if cuda is None or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return []
+    return [_gpu(cuda, index) for index in range(count.value)]
+
+
+@functools.cache
+def gpu_is_usable() -> bool:
+    """Whether there is a GPU, and a torch to use it with (which is not imported)."""
+    return bool(gpus()) and has_cuda_torch()
+
+
+def has_cuda_torch() -> bool:
+    """Whether torch is installed, in a build that is not for CPUs alone."""
+    try:
+        return "+cpu" not in metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def cuda_driver_version(driver: str = CUDA_DRIVER) -> tuple[int, int] | None:
+    """The newest CUDA that the driver supports, e.g. ``(13, 0)``; ``None`` without a driver that works."""
+    cuda = _initialized_driver(driver)
+    version = ctypes.c_int()
+    if cuda is None or cuda.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
 def parse_list(text: str) -> list[int]:
     """The kernel's notation for sets of numbers: ``"0-2,5"`` is 0, 1, 2, 5."""
     numbers: list[int] = []
@@ -102,6 +156,32 @@ def parse_list(text: str) -> list[int]:
         if first.strip().isdecimal():
             numbers.extend(range(int(first), int(last or first) + 1))
     return numbers
+
+
+def _initialized_driver(driver: str) -> ctypes.CDLL | None:
+    try:
+        cuda = ctypes.CDLL(driver)
+    except OSError:
+        return None
+    return cuda if cuda.cuInit(0) == 0 else None
+
+
+def _gpu(cuda: ctypes.CDLL, index: int) -> Gpu:
+    capability_major, capability_minor = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+    device = ctypes.c_int()
+    cuda.cuDeviceGet(ctypes.byref(device), index)
+
+    def attribute(number: int) -> int:
+        value = ctypes.c_int()
+        cuda.cuDeviceGetAttribute(ctypes.byref(value), number, device)
+        return value.value
+
+    name = ctypes.create_string_buffer(256)
+    cuda.cuDeviceGetName(name, len(name), device)
+    memory = ctypes.c_size_t()
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+    capability = attribute(capability_major), attribute(capability_minor)
+    return Gpu(name.value.decode(errors="replace"), capability, memory.value)
 
 
 def _quotas_v2(root: Path) -> Iterator[float]:

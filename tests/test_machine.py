@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from helpers.cuda_driver import build_driver
 
 from streamllm import machine
 
@@ -145,3 +146,20 @@ def test_this_machine():
     assert 1 <= machine.available_cores() <= (os.cpu_count() or 1)
     assert 100 * 2**20 < machine.available_memory() <= machine.total_memory()
     assert set(machine.memory_nodes()) <= set(machine.numa_nodes())
+
+
+H100 = machine.Gpu("NVIDIA H100 80GB HBM3", (9, 0), 85_000_000_000)
+L40 = machine.Gpu("NVIDIA L40", (8, 9), 48_000_000_000)
+
+
+def test_gpus_are_what_the_driver_shows(tmp_path):
+    driver = str(build_driver(tmp_path, H100, L40, version=(12, 8)))
+    assert machine.gpus(driver) == [H100, L40]
+    assert machine.cuda_driver_version(driver) == (12, 8)
+
+
+def test_without_a_driver_that_works_there_are_no_gpus(tmp_path):
+    broken = str(build_driver(tmp_path, H100, status=999))
+    for driver in (broken, str(tmp_path / "libmissing.so")):
+        assert machine.gpus(driver) == []
+        assert machine.cuda_driver_version(driver) is None

@@ -48,6 +48,7 @@ def collect() -> dict[str, dict[str, Any]]:
             "platform": platform.platform(),
         },
         "machine": _machine(),
+        "GPU": _gpu(),
         "kernels": _kernels(),
         "weight formats": _weight_formats(),
         "KV cache": {
@@ -82,8 +83,37 @@ def _machine() -> dict[str, Any]:
         "memory": gib(machine.total_memory()),
         "memory available": gib(machine.available_memory()),
         "huge pages": _HUGE_PAGES.get(machine.huge_pages()),
-        "GPU": "none (this version runs on CPUs)",
     }
+
+
+def _gpu() -> dict[str, Any]:
+    from streamllm.engine.memory import gib
+    from streamllm.errors import ConfigError
+    from streamllm.ops.gpu.dispatch import kernel_choice
+
+    gpus = [
+        f"{gpu.name} (sm_{gpu.compute_capability[0]}{gpu.compute_capability[1]}, {gib(gpu.memory)})"
+        for gpu in machine.gpus()
+    ]
+    driver = machine.cuda_driver_version()
+    try:
+        choice = kernel_choice()
+        kernels = f"{choice.name}: {choice.why}"
+    except ConfigError as error:
+        kernels = f"none: {error}"
+    return {
+        "GPUs": gpus or "none that CUDA's driver shows",
+        "CUDA of the driver": ".".join(map(str, driver)) if driver else "no driver that works",
+        "extra gpu": _gpu_extra(),
+        "GPU kernels": kernels,
+    }
+
+
+def _gpu_extra() -> str:
+    torch, missing = _version("torch"), [name for name in ("torch", "triton") if not _version(name)]
+    if missing:
+        return f"not installed ({', '.join(missing)} missing): pip install 'streamllm[gpu]'"
+    return "installed" if machine.has_cuda_torch() else f"torch {torch} is a build for CPUs"
 
 
 def _numa_nodes() -> str:

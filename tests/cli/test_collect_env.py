@@ -10,8 +10,11 @@ import pytest
 from streamllm import _native, machine
 from streamllm.cli import collect_env
 from streamllm.cli.main import main
+from streamllm.errors import ConfigError
 from streamllm.models.registry import FAMILIES
 from streamllm.ops import instruction_set
+from streamllm.ops.gpu import dispatch
+from streamllm.ops.gpu.dispatch import KernelChoice
 
 
 def report(capsys) -> dict[str, dict]:
@@ -29,8 +32,44 @@ def test_it_says_what_runs_here_and_why(capsys):
     assert set(_native.weight_formats()) < set(sections["weight formats"])
     assert sections["KV cache"] == {"--dtype auto": "float16", "--dtype float32": "float32"}
     assert sections["models"]["as native plans"] == list(FAMILIES)
-    assert sections["machine"]["GPU"] == "none (this version runs on CPUs)"
     assert sections["packages"]["numpy"]
+
+
+def test_a_machine_without_a_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(machine, "gpus", list)
+    monkeypatch.setattr(machine, "cuda_driver_version", lambda: None)
+    gpu = report(capsys)["GPU"]
+    assert gpu["GPUs"] == "none that CUDA's driver shows"
+    assert gpu["CUDA of the driver"] == "no driver that works"
+
+
+def test_a_machine_with_gpus(capsys, monkeypatch):
+    h200 = machine.Gpu("NVIDIA H200", (9, 0), 141 * 2**30)
+    monkeypatch.setattr(machine, "gpus", lambda: [h200, h200])
+    monkeypatch.setattr(machine, "cuda_driver_version", lambda: (13, 0))
+    choice = KernelChoice("triton", "CUDA kernels are not used: they were not built")
+    monkeypatch.setattr(dispatch, "kernel_choice", lambda: choice)
+    monkeypatch.setattr(collect_env, "_version", {"torch": "2.13.0", "triton": "3.9.0"}.get)
+    monkeypatch.setattr(machine, "has_cuda_torch", lambda: True)
+    gpu = report(capsys)["GPU"]
+    assert gpu["GPUs"] == ["NVIDIA H200 (sm_90, 141.00 GiB)"] * 2
+    assert gpu["CUDA of the driver"] == "13.0"
+    assert gpu["extra gpu"] == "installed"
+    assert gpu["GPU kernels"] == "triton: CUDA kernels are not used: they were not built"
+
+
+def test_what_a_gpu_lacks_is_said(capsys, monkeypatch):
+    def refuse():
+        raise ConfigError("Triton is not installed: pip install 'streamllm[gpu]' installs it.")
+
+    monkeypatch.setattr(dispatch, "kernel_choice", refuse)
+    monkeypatch.setattr(collect_env, "_version", {"torch": "2.13.0+cpu"}.get)
+    gpu = report(capsys)["GPU"]
+    assert gpu["GPU kernels"] == "none: Triton is not installed: pip install 'streamllm[gpu]' installs it."
+    assert gpu["extra gpu"] == "not installed (triton missing): pip install 'streamllm[gpu]'"
+    monkeypatch.setattr(collect_env, "_version", {"torch": "2.13.0+cpu", "triton": "3.9.0"}.get)
+    monkeypatch.setattr(machine, "has_cuda_torch", lambda: False)
+    assert report(capsys)["GPU"]["extra gpu"] == "torch 2.13.0+cpu is a build for CPUs"
 
 
 def test_text_and_json_say_the_same(capsys):

@@ -56,6 +56,11 @@ class RowRules:
         """Puts other logits in the place of a row's."""
         self.sampling.replacement[row] = self._keep(logits, np.float32)
 
+    def wipe(self) -> None:
+        """Overwrites all that the rows point to."""
+        for array in (self._records, *self._kept):
+            array.view(np.uint8)[:] = 0xFF
+
     def _keep(self, values: Any, dtype: Any) -> int:
         array = np.array(values, dtype)
         self._kept.append(array)

@@ -1,0 +1,1 @@
+"""The CUDA kernels of ``csrc/cuda``, called through ctypes."""
