@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest
 HERE = Path(__file__).parent
 # Tests import `helpers`, and the load test's modules by name, as its scripts do.
 sys.path[:0] = [str(HERE), str(HERE.parent / "loadtest")]
+
+# Without a GPU, Triton's kernels run in its interpreter: decided for a process when triton is first imported.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

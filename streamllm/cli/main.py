@@ -7,7 +7,7 @@ import sys
 from typing import NoReturn
 
 from streamllm import __version__
-from streamllm.cli import collect_env, serve
+from streamllm.cli import collect_env, serve, tune_gpu
 from streamllm.errors import ConfigError, StreamLLMError
 
 
@@ -41,6 +41,15 @@ def build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
             allow_abbrev=False,
         )
     )
+    tune_gpu.add_arguments(
+        commands.add_parser(
+            "tune-gpu",
+            help="measure how Triton's kernels are tiled best on this GPU for a model",
+            description="Measure how Triton's attention kernels are tiled best on this GPU for a model, and "
+            "keep that in the cache folder, where it wins over the package's tables.",
+            allow_abbrev=False,
+        )
+    )
     return parser, serve_parser
 
 
@@ -59,6 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
         options = parser.parse_args(arguments)
         if options.command == "collect-env":
             return collect_env.run(options)
+        if options.command == "tune-gpu":
+            return tune_gpu.run(options)
         parser.print_help()
         return 0
     except ConfigError as error:

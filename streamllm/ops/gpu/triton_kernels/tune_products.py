@@ -1,0 +1,124 @@
+"""Measures how matrix products are tiled best on this GPU: for ``streamllm tune-gpu``.
+
+Two searches, one after the other: few rows decide on the weight's tile and the splits, on which the order of
+sums depends; many rows on the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from streamllm.models.model_config import ModelConfig
+from streamllm.ops.gpu.quantized_matrix import GROUP, WORDS, RowFormat, WeightRows
+from streamllm.ops.gpu.triton_kernels.matmul import multiply_rows
+from streamllm.ops.gpu.triton_kernels.matmul_plan import (
+    ROW_SCALED,
+    WIDE_ROWS,
+    ProductConfig,
+    product_config,
+    tile_k,
+)
+from streamllm.ops.gpu.triton_kernels.tune import Timer, median_time, time_of
+from streamllm.ops.gpu.triton_kernels.tuning import gpu_architecture
+
+FEW_ROWS, MANY_ROWS = 16, 2048
+
+_FEW_ROWS_TILES = {2: ((64, 4), (128, 4), (128, 8)), 4: ((32, 4), (64, 4), (64, 8))}
+"""By bytes of an activation: rows of the weight in a tile, and warps."""
+
+_MANY_ROWS_TILES = {2: ((64, 4), (64, 8), (128, 8), (256, 8)), 4: ((16, 4), (32, 4), (64, 8))}
+"""Likewise: rows of activations in a tile, and warps."""
+
+
+@dataclass(frozen=True)
+class MeasuredProduct:
+    """One configuration's time in milliseconds; ``None`` where it does not run on this GPU."""
+
+    config: ProductConfig
+    milliseconds: float | None
+
+
+def weight_shapes(config: ModelConfig) -> list[tuple[int, int]]:
+    """``(n, k)`` of the products in a layer of a model, without repetitions."""
+    q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes = [(q_width + 2 * kv_width, hidden), (hidden, q_width), (2 * inner, hidden), (hidden, inner)]
+    return list(dict.fromkeys(shapes))
+
+
+def random_weight(
+    row_format: RowFormat, n: int, k: int, dtype: torch.dtype, device: torch.device
+) -> WeightRows:
+    """A weight whose values mean nothing."""
+    if row_format == "dense":
+        return WeightRows("dense", n, k, torch.randn(n, k, dtype=dtype, device=device))
+    width = tile_k(row_format, dtype.itemsize)
+    tiles = -(-k // width)
+    values = torch.randint(-(2**31), 2**31, (tiles, n, WORDS), device=device).to(torch.int32)
+    if row_format in ROW_SCALED:
+        return WeightRows(row_format, n, k, values, torch.ones(n, device=device))
+    factors = torch.ones(tiles * width // (2 * GROUP), n, 2, dtype=torch.float16, device=device)
+    return WeightRows(row_format, n, k, values, factors, factors if row_format == "q4_1" else None)
+
+
+def candidates(known: ProductConfig, rows: int, x_bytes: int) -> Iterator[ProductConfig]:
+    """What is measured: the configuration in use first, so that it wins a tie."""
+    yield known
+    changes: Iterable[dict[str, int]]
+    if rows <= WIDE_ROWS:
+        changes = (
+            {"block_n": block_n, "num_warps": warps, "num_stages": stages, "programs": programs}
+            for (block_n, warps), stages, programs in itertools.product(
+                _FEW_ROWS_TILES[x_bytes], (3, 4, 5), (known.programs, 2 * known.programs)
+            )
+        )
+    else:
+        changes = (
+            {"block_rows": block_rows, "wide_warps": warps, "wide_stages": stages}
+            for (block_rows, warps), stages in itertools.product(_MANY_ROWS_TILES[x_bytes], (2, 3, 4))
+        )
+    for change in changes:
+        if (config := replace(known, **change)) != known:
+            yield config
+
+
+def measure(
+    weight: WeightRows, known: ProductConfig, rows: int, dtype: torch.dtype, timer: Timer = median_time
+) -> Iterator[MeasuredProduct]:
+    """Each candidate in turn, with ``rows`` rows of activations."""
+    x = torch.randn(rows, weight.k, device=weight.values.device).to(dtype)
+    out = torch.empty(rows, weight.n, dtype=dtype, device=x.device)
+    for config in candidates(known, rows, dtype.itemsize):
+        multiply = functools.partial(multiply_rows, out, x, weight, None, config)
+        yield MeasuredProduct(config, time_of(multiply, timer))
+
+
+def tune(
+    row_format: RowFormat,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    report: Callable[[int, MeasuredProduct], None],
+    timer: Timer = median_time,
+) -> ProductConfig:
+    """The best configuration for one weight; in use remains what nothing beats.
+
+    Args:
+        report: told each measurement, with its number of rows.
+    """
+    best = product_config(gpu_architecture(device), row_format, dtype.itemsize, n, k)
+    weight = random_weight(row_format, n, k, dtype, device)
+    for rows in (FEW_ROWS, MANY_ROWS):
+        fastest = math.inf
+        for measured in measure(weight, best, rows, dtype, timer):
+            report(rows, measured)
+            if measured.milliseconds is not None and measured.milliseconds < fastest:
+                fastest, best = measured.milliseconds, measured.config
+    return best
