@@ -21,27 +21,38 @@ class FreeExecutor:
     A step takes one turn of the event loop, in which the loop does what it would do during a forward.
     """
 
+    queue_depth = 1
+
     def __init__(self, token_ids: list[int]) -> None:
         self._token_ids = token_ids
-        self._batch: ScheduledBatch | None = None
 
-    def submit(self, batch: ScheduledBatch) -> None:
+    def submit(self, batch: ScheduledBatch) -> FreeStep:
+        return FreeStep(batch, self._token_ids)
+
+    def close(self) -> None:
+        pass
+
+
+class FreeStep:
+    """A step of :class:`FreeExecutor`."""
+
+    exclusive = True
+
+    def __init__(self, batch: ScheduledBatch, token_ids: list[int]) -> None:
         self._batch = batch
+        self._token_ids = token_ids
 
-    async def forward_done(self) -> None:
+    def sample(self, masks: object = None) -> None:
+        pass
+
+    async def output(self) -> StepOutput:
         await asyncio.sleep(0)
-
-    async def sample(self, masks: object = None) -> StepOutput:
-        assert self._batch is not None
         batch, text, length = self._batch, self._token_ids, len(self._token_ids)
         tokens = []
         for output in batch.output_rows:
             row = batch.rows[output.row]
             tokens.append([text[(row.num_computed_tokens + row.num_tokens) % length]])
         return StepOutput(tokens, [None] * len(tokens), [None] * len(tokens))
-
-    def close(self) -> None:
-        pass
 
 
 def free_engine(max_num_seqs: int) -> AsyncEngine:

@@ -13,9 +13,13 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 from streamllm.errors import ConfigError
+from streamllm.machine import gpu_is_usable
 
 AUTO_LENGTH = -1
 """``--max-model-len auto``."""
+
+DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
+"""``max_num_batched_tokens`` if it is not given."""
 
 
 def setting(
@@ -69,14 +73,17 @@ class EngineConfig(_Settings):
     revision: str | None = setting(None, "Branch, tag or commit of a Hugging Face model.")
     dtype: str = setting(
         "auto",
-        "auto runs weights as the file holds them (packed GGUF types, 16-bit floats). float32 is the exact "
-        "mode: dequantised weights, float32 activations and KV cache.",
-        choices=("auto", "float32", "float"),
+        "auto runs weights as the file holds them (packed GGUF types, 16-bit floats); on a GPU activations "
+        "have the file's 16-bit type, else bfloat16. float32 is the exact mode: dequantised weights, float32 "
+        "activations and KV cache. float16 (half) and bfloat16: that type for weights and activations, on a "
+        "GPU.",
+        choices=("auto", "float32", "float", "float16", "half", "bfloat16"),
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "Precision of the KV cache; auto is float32 in the exact mode, else float16.",
-        choices=("auto", "float32", "float16"),
+        "Precision of the KV cache; auto is float32 in the exact mode, else float16 on a CPU and the "
+        "activations' type on a GPU. fp8 (e4m3) takes half as much memory, on a GPU.",
+        choices=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3"),
     )
     max_model_len: int | None = setting(
         None,
@@ -88,9 +95,9 @@ class EngineConfig(_Settings):
     )
     max_num_seqs: int = setting(256, "Sequences that run at once.", kind="int", low=1, high=65536)
     max_num_batched_tokens: int = setting(
-        256,
+        None,
         "Token budget of one step, decodes and prompt chunks together. A chunk is a gap in everyone's "
-        "stream: smaller is smoother, larger prefills faster.",
+        "stream: smaller is smoother, larger prefills faster. Default: 256 on a CPU, 2048 on a GPU.",
         kind="int",
         low=1,
         high=2**20,
@@ -133,8 +140,9 @@ class EngineConfig(_Settings):
     )
     gpu_memory_utilization: float | None = setting(
         None,
-        "Share of available memory for weights and KV pool together, in (0, 1]. Default on a CPU: a KV pool "
-        "of 2 GiB or half of what is available, whichever is less.",
+        "Share of memory for weights, KV pool and what a step takes, in (0, 1]: of a GPU's, or of what is "
+        "available to a CPU. Default: 0.92 on a GPU; on a CPU a KV pool of 2 GiB or half of what is "
+        "available, whichever is less.",
         kind="float",
         low=0.0,
         high=1.0,
@@ -152,8 +160,9 @@ class EngineConfig(_Settings):
     )  # fmt: skip
     backend: str = setting(
         "auto",
-        "Where the forward runs: cpu (native kernels), or torch (eager reference, needs the extra gpu).",
-        choices=("auto", "cpu", "torch"),
+        "Where the forward runs: cpu (native kernels), cuda (a GPU, needs the extra gpu), or torch (eager "
+        "reference, needs the extra gpu). auto takes a GPU where there is one and the extra is installed.",
+        choices=("auto", "cpu", "cuda", "torch"),
     )
     logprobs_mode: str = setting(
         "raw_logprobs",
@@ -176,7 +185,7 @@ class EngineConfig(_Settings):
         False, "Accepted for vLLM's command lines; code that comes with a model is never run.", kind="bool"
     )
     enforce_eager: bool = setting(
-        False, "Accepted for vLLM's command lines; a CPU has no graphs to capture.", kind="bool"
+        False, "Launch a GPU's kernels one by one instead of capturing CUDA graphs at start.", kind="bool"
     )
     debug_kv_blocks: bool = setting(
         False, "Check owner and generation of every KV block in every step (slow).", kind="bool"
@@ -191,17 +200,42 @@ class EngineConfig(_Settings):
             raise ConfigError("--max-model-len must be at least 1, or auto.")
         if self.gpu_memory_utilization == 0:
             raise ConfigError("--gpu-memory-utilization must be above 0.")
+        on_gpu = self.resolved_backend == "cuda"
+        if self.max_num_batched_tokens is None:
+            tokens = DEFAULT_BATCHED_TOKENS["cuda" if on_gpu else "cpu"]
+            object.__setattr__(self, "max_num_batched_tokens", tokens)
+        if not on_gpu:
+            self._check_precision_of_cpu()
         if self.max_num_batched_tokens < self.max_num_seqs:
             # A step gives every running sequence at least one token, so the budget caps how many can run.
             object.__setattr__(self, "max_num_seqs", self.max_num_batched_tokens)
 
+    def _check_precision_of_cpu(self) -> None:
+        for flag, value, on_cpu in (
+            ("--dtype", {"float": "float32"}.get(self.dtype, self.dtype), ("auto", "float32")),
+            ("--kv-cache-dtype", self.kv_cache_dtype, ("auto", "float32", "float16")),
+        ):
+            if value not in on_cpu:
+                raise ConfigError(
+                    f"{flag} {value} needs a GPU (--backend cuda), and this would run on "
+                    f"{'torch' if self.backend == 'torch' else 'the CPU'}; use {' or '.join(on_cpu)}."
+                )
+
+    @property
+    def resolved_backend(self) -> str:
+        """``"cpu"``, ``"cuda"`` or ``"torch"``: what ``auto`` comes to on this machine."""
+        if self.backend != "auto":
+            return self.backend
+        return "cuda" if gpu_is_usable() else "cpu"
+
     @property
     def exact(self) -> bool:
         """Whether everything is float32: dequantised weights, activations and (unless set) the KV cache."""
-        return self.dtype != "auto" or self.backend == "torch"
+        return self.dtype in ("float32", "float") or self.backend == "torch"
 
     @property
     def resolved_kv_cache_dtype(self) -> str:
+        """On a CPU; on a GPU ``auto`` depends on the model's weights."""
         if self.kv_cache_dtype != "auto":
             return self.kv_cache_dtype
         return "float32" if self.exact else "float16"

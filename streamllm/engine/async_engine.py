@@ -1,7 +1,6 @@
-"""The engine: one task on the event loop that schedules, runs and delivers step after step.
+"""The engine: takes requests in and answers for them, around one task that runs step after step
+(:mod:`streamllm.engine.step_loop`).
 
-While the forward of step *n + 1* runs in native threads, the loop delivers step *n*: detokenises, looks for
-stop strings, feeds streams. A stop string found there costs at most one wasted token, which is dropped.
 Scheduler, block pool and request state are touched on the loop's thread alone, so there are no locks.
 """
 
@@ -26,12 +25,13 @@ from streamllm.engine.events import EventLog
 from streamllm.engine.output_processor import OutputProcessor
 from streamllm.engine.prompt_hash import PromptHasher
 from streamllm.engine.queue_limits import check_queue
-from streamllm.engine.request import Request, Sequence, SequenceUpdate
+from streamllm.engine.request import Request, Sequence
 from streamllm.engine.request_maker import RequestMaker
 from streamllm.engine.scheduler import Scheduler
 from streamllm.engine.sequence_text import SequenceText
 from streamllm.engine.stats import Counters, EngineStats, RequestRecord, memory_figures
 from streamllm.engine.step import Limits, PrefixCacheCounters
+from streamllm.engine.step_loop import StepLoop
 from streamllm.engine.stream import RequestStream
 from streamllm.engine.structured import GrammarCompiler, GrammarMasks, constrain
 from streamllm.engine.token_rules import TokenRuleMaker
@@ -58,9 +58,6 @@ LONG_TEXT = 4_000
 
 LONGEST_TURN = 0.005
 """Seconds after which the check of many prompts lets others have the event loop."""
-
-MAX_FAILED_STEPS = 3
-"""Steps that may raise one after the other before the engine gives up."""
 
 
 class AsyncEngine:
@@ -102,6 +99,7 @@ class AsyncEngine:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_num_partial_prefills=config.max_num_partial_prefills,
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
+                queue_depth=executor.queue_depth,
             ),
             events=self.events,
             debug=config.debug_kv_blocks,
@@ -122,17 +120,15 @@ class AsyncEngine:
         vocab_size = min(tokenizer.vocab_size, model_config.vocab_size)
         self._rule_maker = TokenRuleMaker(tokenizer, vocab_size, self._eos_token_ids)
         self._grammars = GrammarCompiler(tokenizer, self._eos_token_ids, vocab_size)
-        self._masks = GrammarMasks(config.max_num_seqs, vocab_size)
         self.renderer = ChatRenderer(tokenizer, chat_template, self._admission.check_text)
         self._outputs = OutputProcessor(tokenizer, self._scheduler.finish, self._on_finished, self.events)
+        masks = GrammarMasks(config.max_num_seqs, vocab_size, num_steps=executor.queue_depth)
+        self._steps = StepLoop(self._scheduler, executor, self._outputs, masks)
         self._maker = RequestMaker(config, tokenizer, self._eos_token_ids, max_model_len, self.abort)
         self._requests: dict[str, Request] = {}
         self._observers: list[Callable[[RequestRecord], None]] = []
         self._num_requests = 0
         self._seeds = random.Random(config.seed)
-        self._num_steps = 0
-        self._step_began: float | None = None
-        self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -177,8 +173,8 @@ class AsyncEngine:
 
     @property
     def step_seconds(self) -> float:
-        """For how long the step now in flight has been running; 0 between steps."""
-        return 0.0 if self._step_began is None else time.monotonic() - self._step_began
+        """For how long the oldest step in flight has been running; 0 between steps."""
+        return self._steps.step_seconds
 
     def fail(self, reason: str) -> None:
         """Declare the engine dead: its requests fail now, and it takes no more."""
@@ -273,7 +269,7 @@ class AsyncEngine:
             self._requests[request_id] = request
             self._scheduler.add(request)
             streams.append(request.stream)
-        self._work.set()
+        self._steps.wake()
         return streams
 
     async def generate(
@@ -343,7 +339,7 @@ class AsyncEngine:
             finished=dict(counters.finished),
             max_model_len=self.max_model_len,
             block_size=self._pool.block_size,
-            num_steps=self._num_steps,
+            num_steps=self._steps.num_steps,
         )
 
     def restart_counters(self) -> None:
@@ -363,47 +359,12 @@ class AsyncEngine:
 
     async def _run(self) -> None:
         try:
-            await self._serve()
+            await self._steps.run()
         except asyncio.CancelledError:
             raise
         except Exception as error:
             logger.exception("the engine cannot go on")
             self._die(f"the engine failed: {type(error).__name__}: {error}")
-
-    async def _serve(self) -> None:
-        undelivered: list[SequenceUpdate] = []
-        failed_steps = 0
-        while True:
-            batch = self._scheduler.schedule()
-            if batch is None:
-                self._outputs.process(undelivered)
-                undelivered = []
-                if self._scheduler.has_work:
-                    raise RuntimeError("the scheduler has work and schedules none of it")
-                self._work.clear()
-                await self._work.wait()
-                continue
-            try:
-                self._step_began = time.monotonic()
-                self._executor.submit(batch)
-                self._outputs.process(undelivered)
-                undelivered = []
-                masks = self._masks.fill(self._scheduler.outputs(batch), self._outputs.fail)
-                await self._executor.forward_done()
-                output = await self._executor.sample(masks)
-            except Exception as error:
-                logger.exception("step %d failed", batch.step)
-                failed_steps += 1
-                undelivered = self._scheduler.fail_step(batch, f"the model failed: {error}")
-                if failed_steps == MAX_FAILED_STEPS:
-                    self._outputs.process(undelivered)
-                    raise
-                continue
-            finally:
-                self._step_began = None
-            failed_steps = 0
-            self._num_steps += 1
-            undelivered = self._scheduler.update(batch, output)
 
     # -- inside --------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from streamllm.engine.async_engine import AsyncEngine
 from streamllm.engine.memory import gib, longest_sequence, num_kv_blocks
 from streamllm.errors import ModelLoadError
 from streamllm.machine import available_cores, available_memory, memory_nodes
-from streamllm.models.checkpoint import open_checkpoint
+from streamllm.models.checkpoint import Checkpoint, open_checkpoint
 from streamllm.models.kv_layout import kv_layout
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.weights import WeightMode
@@ -29,20 +29,63 @@ logger = logging.getLogger("streamllm.engine")
 
 def load_engine(config: EngineConfig) -> AsyncEngine:
     """See :meth:`AsyncEngine.from_config`."""
-    available = available_memory()
-    threads = _threads(config)
-    weight_mode: WeightMode = "float32" if config.exact else "packed"
     files = resolve(config.model, revision=config.revision)
     model_config = ModelConfig.from_files(files)
     checkpoint = open_checkpoint(files, model_config)
     tokenizer = _load_tokenizer(files)
+    load = _load_on_cpu
+    if config.resolved_backend == "cuda":
+        from streamllm.engine.gpu_loader import load_on_gpu
 
-    bytes_per_block = ModelRunner.kv_bytes_per_block(
-        model_config, config.block_size, config.resolved_kv_cache_dtype
+        load = load_on_gpu
+    runner, place = load(
+        config,
+        model_config,
+        checkpoint,
+        sampled_vocab_size=min(tokenizer.vocab_size, model_config.vocab_size),
+        progress=sys.stderr.isatty(),
     )
+    logger.info(
+        "%s: weights %s, KV pool %s = %d blocks of %d tokens (%d tokens), sequences up to %d tokens, %s",
+        files.served_name, gib(runner.weight_bytes), gib(runner.kv_cache_bytes), runner.num_blocks,
+        config.block_size, runner.num_blocks * config.block_size, runner.max_model_len, place,
+    )  # fmt: skip
+    if config.max_model_len in (None, AUTO_LENGTH) and runner.max_model_len < model_config.context_length:
+        logger.warning(
+            "the KV pool holds sequences of %d tokens, the model would allow %d; raise "
+            "--kv-cache-memory-bytes for longer ones",
+            runner.max_model_len, model_config.context_length,
+        )  # fmt: skip
+    return AsyncEngine(
+        config=config,
+        model_name=files.served_name,
+        model_config=model_config,
+        tokenizer=tokenizer,
+        chat_template=_load_chat_template(tokenizer),
+        executor=Executor(runner),
+        num_blocks=runner.num_blocks,
+        max_model_len=runner.max_model_len,
+        default_sampling=dict(model_config.default_sampling) if config.generation_config == "auto" else {},
+    )
+
+
+def _load_on_cpu(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    checkpoint: Checkpoint,
+    *,
+    sampled_vocab_size: int,
+    progress: bool,
+) -> tuple[ModelRunner, str]:
+    """A runner on the CPU (native kernels, or the reference on torch), and what to call that."""
+    available = available_memory()
+    threads = _threads(config)
+    weight_mode: WeightMode = "float32" if config.exact else "packed"
     num_blocks = num_kv_blocks(
         config,
-        bytes_per_block=bytes_per_block,
+        bytes_per_block=ModelRunner.kv_bytes_per_block(
+            model_config, config.block_size, config.resolved_kv_cache_dtype
+        ),
         weight_bytes=ModelRunner.expected_weight_bytes(checkpoint, weight_mode),
         available=available,
     )
@@ -66,32 +109,10 @@ def load_engine(config: EngineConfig) -> AsyncEngine:
         threads=threads,
         weight_mode=weight_mode,
         backend="torch" if config.backend == "torch" else "cpu",
-        sampled_vocab_size=min(tokenizer.vocab_size, model_config.vocab_size),
-        progress=sys.stderr.isatty(),
+        sampled_vocab_size=sampled_vocab_size,
+        progress=progress,
     )
-    logger.info(
-        "%s: weights %s, KV pool %s = %d blocks of %d tokens (%d tokens), sequences up to %d tokens, "
-        "%d threads",
-        files.served_name, gib(runner.weight_bytes), gib(num_blocks * bytes_per_block), num_blocks,
-        config.block_size, num_blocks * config.block_size, max_model_len, threads,
-    )  # fmt: skip
-    if config.max_model_len in (None, AUTO_LENGTH) and max_model_len < model_config.context_length:
-        logger.warning(
-            "the KV pool holds sequences of %d tokens, the model would allow %d; raise "
-            "--kv-cache-memory-bytes for longer ones",
-            max_model_len, model_config.context_length,
-        )  # fmt: skip
-    return AsyncEngine(
-        config=config,
-        model_name=files.served_name,
-        model_config=model_config,
-        tokenizer=tokenizer,
-        chat_template=_load_chat_template(tokenizer),
-        executor=Executor(runner),
-        num_blocks=num_blocks,
-        max_model_len=max_model_len,
-        default_sampling=dict(model_config.default_sampling) if config.generation_config == "auto" else {},
-    )
+    return runner, f"{threads} threads"
 
 
 def _threads(config: EngineConfig) -> int:

@@ -11,15 +11,26 @@ from streamllm.errors import ConfigError, ModelLoadError, StreamLLMError
 
 DEFAULT_POOL_BYTES = 2 * 2**30
 
+DEFAULT_GPU_UTILIZATION = 0.92
+"""``gpu_memory_utilization`` on a GPU if it is not given; then of no more than is free there."""
 
-def num_kv_blocks(config: EngineConfig, *, bytes_per_block: int, weight_bytes: int, available: int) -> int:
+
+def num_kv_blocks(
+    config: EngineConfig,
+    *,
+    bytes_per_block: int,
+    weight_bytes: int,
+    available: int,
+    total: int | None = None,
+) -> int:
     """Blocks in the KV pool, from the first of these that is set: ``num_gpu_blocks_override``,
-    ``kv_cache_memory_bytes``, ``gpu_memory_utilization`` (of ``available``, weights included), the default.
+    ``kv_cache_memory_bytes``, ``gpu_memory_utilization`` (weights included), the default.
 
     Args:
         bytes_per_block: K and V of all layers for one block.
-        weight_bytes: what the weights will take.
+        weight_bytes: what the weights take, and on a GPU the largest step.
         available: bytes available before the weights are loaded.
+        total: of a GPU: what ``gpu_memory_utilization`` is a share of. On a CPU it is of ``available``.
 
     Raises:
         ConfigError: a flag asks for a pool of no blocks, or for more than is available.
@@ -30,8 +41,10 @@ def num_kv_blocks(config: EngineConfig, *, bytes_per_block: int, weight_bytes: i
     elif config.kv_cache_memory_bytes is not None:
         size, flag = config.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
     elif config.gpu_memory_utilization is not None:
-        size = int(config.gpu_memory_utilization * available) - weight_bytes
+        size = int(config.gpu_memory_utilization * (total or available)) - weight_bytes
         flag = "--gpu-memory-utilization"
+    elif total is not None:
+        size, flag = int(DEFAULT_GPU_UTILIZATION * min(total, available)) - weight_bytes, None
     else:
         size, flag = min(DEFAULT_POOL_BYTES, (available - weight_bytes) // 2), None
     if size < bytes_per_block:
@@ -53,8 +66,8 @@ def _too_small(
             "the KV cache. Free memory or take a smaller model."
         )
     return ConfigError(
-        f"{flag} leaves {gib(max(size, 0))} for the KV cache; one block needs {gib(bytes_per_block)}. "
-        "Raise it."
+        f"{flag} leaves {gib(max(size, 0))} for the KV cache beside weights of {gib(weight_bytes)}; one "
+        f"block needs {gib(bytes_per_block)}. Raise it."
     )
 
 

@@ -127,14 +127,18 @@ def land(
     for sequence, result in zip(in_flight.prompts, results, strict=True):
         known = sequence.request.prompt_logprobs
         assert known is not None
-        if isinstance(result, str) and not sequence.finished:
+        if sequence.finished:
+            continue
+        if isinstance(result, str):
             scheduler.finish(sequence, "error")
             updates.append(SequenceUpdate(sequence, [], finish_reason="error", error=result))
-        elif not isinstance(result, str):
+        else:
             known.add(result)
     for sequence in in_flight.rows:
         request = sequence.request
-        if request.prompt_only and not sequence.num_uncomputed_tokens and not sequence.finished:
+        if not request.prompt_only or sequence.finished or sequence.in_flight:
+            continue
+        if not sequence.num_uncomputed_tokens:
             for choice in request.sequences:
                 scheduler.finish(choice, "length")
                 updates.append(SequenceUpdate(choice, [], finish_reason="length"))

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from streamllm.engine.prefix_hash import next_hash
 from streamllm.errors import StreamLLMError
 from streamllm.ops.step_inputs import LogprobsMode
 from streamllm.outputs import RequestMetrics
@@ -44,11 +45,14 @@ class Sequence:
         key: its place in the order of service; the last part is unique in the engine.
         token_ids: prompt and output.
         block_hashes: chained hashes of the full blocks of ``token_ids`` (empty without prefix cache).
-        num_computed_tokens: leading tokens whose K and V are in the cache (or will be when the step in
-            flight returns).
+        num_computed_tokens: leading tokens whose K and V are in the cache (or will be when the steps in
+            flight have returned).
         slot: place in the runner's state while running.
         num_sent_tokens: how many of ``token_ids`` the runner has been told.
-        in_flight: whether the step now running reads or writes its blocks.
+        num_pending_tokens: tokens that steps in flight draw and that it goes on from without knowing them
+            (see :mod:`streamllm.engine.run_ahead`); they follow ``token_ids``.
+        run_ahead_limit: it goes on from a token that is not known while it is shorter than this.
+        in_flight: steps in flight that read or write its blocks.
         grammar: where its text stands in the grammar that it must follow, if there is one.
     """
 
@@ -65,7 +69,9 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     slot: int = -1
     num_sent_tokens: int = 0
-    in_flight: bool = False
+    num_pending_tokens: int = 0
+    run_ahead_limit: int = 0
+    in_flight: int = 0
     grammar: GrammarState | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -76,7 +82,7 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -110,6 +116,23 @@ class Sequence:
             rules=request.rules,
             logprobs_mode=request.logprobs_mode,
         )
+
+    def register_blocks(self, start: int, end: int, block_size: int) -> list[int]:
+        """Let others find the blocks that positions ``[start, end)``, which are computed, have filled, as
+        far as their tokens are known.
+
+        Returns:
+            The blocks whose content the pool did not know.
+        """
+        seed, hashes = self.request.hash_seed, self.block_hashes
+        first, last = start // block_size, min(end, len(self.token_ids)) // block_size
+        if seed is None or first >= last:
+            return []
+        while len(hashes) < last:
+            begin = len(hashes) * block_size
+            parent = hashes[-1] if hashes else seed
+            hashes.append(next_hash(parent, self.token_ids[begin : begin + block_size]))
+        return self.blocks.register(hashes, first, last)
 
     def fork(self, key: SchedulingKey) -> Sequence:
         """A sequence with the same tokens and computed state: it holds every block of this one once more,

@@ -15,25 +15,16 @@ from bisect import insort
 from collections.abc import Iterator
 from operator import attrgetter
 
-from streamllm.engine import beam_group, embedding, prompt_logprobs
+from streamllm.engine import beam_group, embedding, prompt_logprobs, run_ahead
+from streamllm.engine.batch_maker import BatchMaker
 from streamllm.engine.block_pool import BlockPool
 from streamllm.engine.debug import check_blocks
 from streamllm.engine.events import EventLog
-from streamllm.engine.prefix_hash import next_hash
 from streamllm.engine.request import Request, Sequence, SequenceStatus, SequenceUpdate, ending
 from streamllm.engine.step import InFlight, Limits, PrefixCacheCounters, Step
 from streamllm.engine.wait_queue import WaitQueue
-from streamllm.runner.messages import (
-    BlockUpdate,
-    NewSequence,
-    OutputRow,
-    ScheduledBatch,
-    ScheduledRow,
-    StepOutput,
-    TokenLogprobs,
-)
+from streamllm.runner.messages import ScheduledBatch, StepOutput, TokenLogprobs
 
-NO_UPDATES: list[BlockUpdate] = []
 MAX_HELD_BACK = 64
 """Sequences that a step looks past, at most, to find one that can start."""
 
@@ -64,11 +55,10 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._num_pending = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._finished_slots: list[int] = []
-        self._in_flight: dict[int, InFlight] = {}
-        self._unknown_to_runner: set[int] = set()
+        self._batches = BatchMaker(self._fork_siblings)
+        self._in_flight = self._batches.in_flight
+        self._short_of_blocks = False
         self._blocked: tuple[Sequence, int] | None = None
-        self._num_steps = 0
         self._last_sequence_id = 0
 
     # -- what others may ask -------------------------------------------------------------------------------
@@ -91,7 +81,7 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     def outputs(self, batch: ScheduledBatch) -> list[Sequence]:
-        """The sequences of ``batch.output_rows`` while the step is under way."""
+        """The sequences of ``batch.output_rows`` while the step is in flight."""
         return self._in_flight[batch.step].outputs
 
     def sequences(self) -> Iterator[Sequence]:
@@ -100,7 +90,7 @@ class Scheduler:
         yield from self._waiting
 
     def _holders(self) -> Iterator[Sequence]:
-        """Every sequence that holds blocks: one that has ended does until its step returns."""
+        """Every sequence that holds blocks: one that has ended does until its steps have returned."""
         yield from self.sequences()
         for in_flight in self._in_flight.values():
             yield from in_flight.rows
@@ -116,6 +106,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Its prompt is computed once, by its first sequence; the others are forked then."""
         leader, *siblings = request.sequences
+        if self.limits.queue_depth > 1:
+            run_ahead.allow(request)
         self._waiting.push(leader)
         for sibling in siblings:
             sibling.status = SequenceStatus.PENDING
@@ -123,7 +115,7 @@ class Scheduler:
         self.events.record("queued", request.request_id, len(request.prompt_token_ids))
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: str | int | None = None) -> None:
-        """End a sequence now, at any time. Blocks that the step in flight uses are freed when it returns."""
+        """End a sequence now, at any time. Blocks that steps in flight use are freed when they return."""
         if sequence.status is SequenceStatus.FINISHED:
             return
         if sequence.status is SequenceStatus.RUNNING:
@@ -141,9 +133,15 @@ class Scheduler:
     # -- a step --------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next step's work, or ``None`` if there is none."""
+        """The next step's work, or ``None`` if there is none, or none before the steps in flight return.
+
+        Steps are computed in the order of their batches, and :meth:`update` takes them in that order.
+        """
+        if self._short_of_blocks and self._in_flight:
+            return None  # somebody is to be preempted, which must not hit a step in flight
         step = self._plan_step()
-        while not step.chunks and self._running:
+        self._short_of_blocks = step.short_of_blocks and bool(self._in_flight)
+        while not step.chunks and self._running and not self._in_flight:
             # Beam groups wait for each other's slots or blocks: the one that is served last gives way.
             self._preempt(step, self._running[-1])
             step = self._plan_step()
@@ -151,7 +149,7 @@ class Scheduler:
             return None
         if step.budget > 0 and step.num_partial_prefills:
             self._extend_prefills(step)
-        batch = self._make_batch(step)
+        batch = self._batches.make(step)
         if self._debug:
             check_blocks(self.pool, self._holders())
         return batch
@@ -177,21 +175,29 @@ class Scheduler:
         return updates
 
     def fail_step(self, batch: ScheduledBatch, error: str) -> list[SequenceUpdate]:
-        """A step raised: every sequence in it ends with an error, and nothing that it wrote is kept."""
-        self.pool.withdraw(self._in_flight[batch.step].registered)
-        in_flight = self._land(batch)
+        """A step raised: every sequence in it ends with an error, and nothing that it wrote is kept. So it
+        is with the steps behind it, which may read what it should have written: when they return,
+        :meth:`drop_step` takes them."""
+        failed = [in_flight for number, in_flight in self._in_flight.items() if number >= batch.step]
+        self._land(batch)
         updates = []
-        for sequence in dict.fromkeys(in_flight.rows + in_flight.outputs):
-            if sequence.status is not SequenceStatus.FINISHED:
-                self.finish(sequence, "error")
-                updates.append(SequenceUpdate(sequence, [], finish_reason="error", error=error))
+        for in_flight in failed:
+            self.pool.withdraw(in_flight.registered)
+            for sequence in dict.fromkeys(in_flight.rows + in_flight.outputs):
+                if sequence.status is not SequenceStatus.FINISHED:
+                    self.finish(sequence, "error")
+                    updates.append(SequenceUpdate(sequence, [], finish_reason="error", error=error))
         return updates
+
+    def drop_step(self, batch: ScheduledBatch) -> None:
+        """A step has returned whose sequences have all ended with a step before it."""
+        self._land(batch)
 
     def _plan_step(self) -> Step:
         step = Step(budget=self.limits.max_num_batched_tokens)
         self._schedule_running(step)
-        if not step.preempted:
-            # After a preemption admission would hand the freed blocks straight back.
+        if not step.short_of_blocks:
+            # Admission would hand the blocks that a preemption frees straight back.
             self._admit_waiting(step)
         return step
 
@@ -200,32 +206,40 @@ class Scheduler:
     def _schedule_running(self, step: Step) -> None:
         """Give running sequences their tokens: decodes one each, prompts an even share of the rest."""
         running = self._running
-        num_decodes = sum(1 for s in running if len(s.token_ids) - s.num_computed_tokens == 1)
+        num_decodes = sum(
+            1 for s in running if len(s.token_ids) + s.num_pending_tokens - s.num_computed_tokens == 1
+        )
         newcomers = 1 if self._waiting and self._free_slots else 0
         share = self.limits.prefill_share(step.budget - num_decodes, len(running) - num_decodes + newcomers)
         index = 0
         while index < len(running):
             sequence = running[index]
-            uncomputed = len(sequence.token_ids) - sequence.num_computed_tokens
-            if uncomputed > 0:  # a beam that waits for the others of its group has nothing to compute
+            known = len(sequence.token_ids) + sequence.num_pending_tokens
+            uncomputed = known - sequence.num_computed_tokens
+            # A beam that waits for the others of its group, or one whose next token is not known, has none.
+            if uncomputed > 0:
                 chunk = 1 if uncomputed == 1 else min(uncomputed, share)
-                if not self._make_room(step, sequence, chunk):
+                if self._make_room(step, sequence, chunk):
+                    self._take(step, sequence, chunk)
+                elif sequence.status is not SequenceStatus.RUNNING:
                     # A beam group may have been preempted with members before this one.
                     index = min(index, len(running))
                     continue
-                self._take(step, sequence, chunk)
             index += 1
 
     def _make_room(self, step: Step, sequence: Sequence, chunk: int) -> bool:
         """Blocks for a running sequence's chunk, preempting whoever is served last; ``False`` if that was
-        the sequence itself."""
+        the sequence itself, or if there are none and steps are in flight: then nobody is preempted."""
         blocks, computed = sequence.blocks, sequence.num_computed_tokens
         if chunk == 1 and not blocks.forked and computed % self.pool.block_size:
             return True
+        # A step in flight may still read what is dropped; who gets it writes to it in a later one.
         blocks.drop_outside_window(computed)
         while (copies := blocks.grow(computed + chunk, computed)) is None:
-            victim = self._running[-1]
-            self._preempt(step, victim)
+            step.short_of_blocks = True
+            if self._in_flight:
+                return False
+            self._preempt(step, self._running[-1])
             if sequence.status is not SequenceStatus.RUNNING:
                 return False
         step.copies.extend(copies)
@@ -233,7 +247,6 @@ class Scheduler:
 
     def _preempt(self, step: Step, victim: Sequence) -> None:
         """Back into the queue, to be recomputed; its tokens stay. A beam group goes as a whole."""
-        step.preempted = True
         members = victim.request.sequences if victim.request.beams is not None else [victim]
         for sequence in members:
             if sequence.status is SequenceStatus.RUNNING:
@@ -360,10 +373,10 @@ class Scheduler:
     def _run(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.RUNNING
         sequence.slot = self._free_slots.pop()
-        self._unknown_to_runner.add(sequence.sequence_id)
+        self._batches.enter(sequence)
         insort(self._running, sequence, key=attrgetter("key"))
 
-    # -- making the batch ----------------------------------------------------------------------------------
+    # -- what a step takes ---------------------------------------------------------------------------------
 
     def _take(self, step: Step, sequence: Sequence, chunk: int) -> None:
         """Note a chunk whose blocks are there; full blocks can be shared from now on, since every layer
@@ -374,20 +387,9 @@ class Scheduler:
         step.chunks.append((sequence, chunk))
         if end < len(sequence.token_ids):
             step.num_partial_prefills += 1
-        self._register(step, sequence, computed, end)
-
-    def _register(self, step: Step, sequence: Sequence, computed: int, end: int) -> None:
         size = self.pool.block_size
-        first, last = computed // size, end // size
-        seed = sequence.request.hash_seed
-        if seed is None or first == last:
-            return
-        hashes = sequence.block_hashes
-        while len(hashes) < last:
-            start = len(hashes) * size
-            parent = hashes[-1] if hashes else seed
-            hashes.append(next_hash(parent, sequence.token_ids[start : start + size]))
-        step.registered.extend(sequence.blocks.register(hashes, first, last))
+        if end // size != computed // size:
+            step.registered += sequence.register_blocks(computed, end, size)
 
     def _extend_prefills(self, step: Step) -> None:
         """What newcomers left of the budget goes to prompts in progress, in order of service."""
@@ -406,42 +408,13 @@ class Scheduler:
             step.budget -= more
             sequence.num_computed_tokens = computed + more
             step.chunks[index] = (sequence, chunk + more)
-            self._register(step, sequence, computed, computed + more)
+            step.registered += sequence.register_blocks(computed, computed + more, self.pool.block_size)
 
-    def _make_batch(self, step: Step) -> ScheduledBatch:
-        batch = ScheduledBatch(step=self._num_steps, block_copies=step.copies)
-        in_flight = InFlight(step.registered)
-        rows, output_rows, unknown = batch.rows, batch.output_rows, self._unknown_to_runner
-        for sequence, chunk in step.chunks:
-            end = sequence.num_computed_tokens
-            if unknown and sequence.sequence_id in unknown:
-                batch.new_sequences.append(self._new_sequence(sequence, end - chunk))
-                new_token_ids, updates = [], NO_UPDATES
-            else:
-                new_token_ids = sequence.token_ids[sequence.num_sent_tokens :]
-                updates = sequence.blocks.take_updates() if sequence.blocks.has_news else NO_UPDATES
-                sequence.num_sent_tokens = len(sequence.token_ids)
-            row = len(rows)
-            rows.append(ScheduledRow(sequence.slot, end - chunk, chunk, new_token_ids, updates))
-            sequence.in_flight = True
-            in_flight.rows.append(sequence)
-            if sequence.request.prompt_logprobs is not None:
-                prompt_logprobs.schedule(batch, in_flight, sequence, row)
-            elif sequence.request.embedding is not None:
-                embedding.schedule(batch, in_flight, sequence, row)
-            if end == len(sequence.token_ids) and not sequence.request.prompt_only:
-                output_rows.append(OutputRow(row, sequence.sequence_id))
-                in_flight.outputs.append(sequence)
-                if self._num_pending and end == sequence.num_prompt_tokens:
-                    self._fork_siblings(batch, in_flight, sequence, row)
-        batch.finished_slots, self._finished_slots = self._finished_slots, []
-        self._in_flight[batch.step] = in_flight
-        self._num_steps += 1
-        return batch
-
-    def _fork_siblings(self, batch: ScheduledBatch, in_flight: InFlight, leader: Sequence, row: int) -> None:
+    def _fork_siblings(self, leader: Sequence) -> Iterator[Sequence]:
         """The prompt will be computed when this step returns: its siblings draw their first token from the
         same row. Those that find no slot queue for themselves (and find the prompt in the prefix cache)."""
+        if not self._num_pending:
+            return
         for sibling in leader.request.sequences:
             if sibling.status is not SequenceStatus.PENDING:
                 continue
@@ -453,33 +426,29 @@ class Scheduler:
                 continue
             sibling.blocks = leader.blocks.fork()
             sibling.num_computed_tokens = leader.num_computed_tokens
-            sibling.in_flight = True
+            sibling.num_pending_tokens = leader.num_pending_tokens
             self._run(sibling)
-            batch.new_sequences.append(self._new_sequence(sibling, sibling.num_computed_tokens))
-            batch.output_rows.append(OutputRow(row, sibling.sequence_id))
-            in_flight.outputs.append(sibling)
-
-    def _new_sequence(self, sequence: Sequence, num_computed_tokens: int) -> NewSequence:
-        self._unknown_to_runner.discard(sequence.sequence_id)
-        sequence.num_sent_tokens = len(sequence.token_ids)
-        return sequence.as_new(num_computed_tokens)
+            yield sibling
 
     # -- after a step --------------------------------------------------------------------------------------
 
     def _land(self, batch: ScheduledBatch) -> InFlight:
         """A step has returned: what it used and is done with can be freed."""
         in_flight = self._in_flight.pop(batch.step)
-        for sequence in in_flight.rows + in_flight.outputs:
-            if sequence.in_flight:
-                sequence.in_flight = False
-                if sequence.status is SequenceStatus.FINISHED:
-                    self._release(sequence)
+        finished = SequenceStatus.FINISHED
+        for sequence in in_flight.rows + in_flight.forks:
+            sequence.in_flight -= 1
+            if sequence.status is finished and not sequence.in_flight:
+                self._release(sequence)
         return in_flight
 
     def _append(
         self, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> SequenceUpdate:
         update = SequenceUpdate(sequence, token_ids, logprobs)
+        ran_ahead = sequence.num_pending_tokens
+        if ran_ahead:
+            sequence.num_pending_tokens -= 1
         for count, token_id in enumerate(token_ids, start=1):
             sequence.token_ids.append(token_id)
             end = ending(sequence, token_id)
@@ -488,13 +457,21 @@ class Scheduler:
                 update.token_ids = token_ids[:count]
                 self.finish(sequence, end.finish_reason, end.stop_reason)
                 break
+        if ran_ahead:
+            self._register_known(sequence)
         return update
+
+    def _register_known(self, sequence: Sequence) -> None:
+        """The last token of a block may be known only now, while a step in flight computes it."""
+        length, size = len(sequence.token_ids), self.pool.block_size
+        if length % size == 0 and sequence.in_flight:
+            newest = next(reversed(self._in_flight.values()))
+            newest.registered += sequence.register_blocks(length - 1, length, size)
 
     def _release(self, sequence: Sequence) -> None:
         sequence.blocks.release()
-        self._unknown_to_runner.discard(sequence.sequence_id)
+        self._batches.leave(sequence)
         if sequence.slot >= 0:
-            self._finished_slots.append(sequence.slot)
             self._free_slots.append(sequence.slot)
             sequence.slot = -1
 

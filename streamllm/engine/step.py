@@ -21,6 +21,8 @@ class Limits:
             into what a step has left pass them.
         long_prefill_token_threshold: longest chunk of a prompt; 0 for no limit but the budget.
         watermark: share of the pool that admission leaves free, so that it does not cause a preemption soon.
+        queue_depth: steps that may be in flight at once; with more than one, sequences run ahead of what is
+            known of them (see :mod:`streamllm.engine.run_ahead`).
     """
 
     max_num_seqs: int
@@ -28,6 +30,7 @@ class Limits:
     max_num_partial_prefills: int = 4
     long_prefill_token_threshold: int = 0
     watermark: float = 0.01
+    queue_depth: int = 1
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -57,14 +60,19 @@ class PrefixCacheCounters:
 
 @dataclass(slots=True)
 class Step:
-    """A step in the making."""
+    """A step in the making.
+
+    Attributes:
+        short_of_blocks: a sequence found none, and was preempted for it or (while steps are in flight) has no
+            part in this step.
+    """
 
     budget: int
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     registered: list[int] = field(default_factory=list)
     num_partial_prefills: int = 0
-    preempted: bool = False
+    short_of_blocks: bool = False
 
     def computes_prefix_of(self, sequence: Sequence, block_size: int) -> bool:
         """Whether a prompt in progress computes next what ``sequence`` could share: waiting for it is sooner
@@ -106,10 +114,12 @@ class InFlight:
         registered: blocks that can be shared once it has.
         rows, outputs, prompts, pooled: the sequences of the batch's ``rows``, ``output_rows``,
             ``prompt_rows`` and ``pool_rows``.
+        forks: those of ``outputs`` that draw from another sequence's row.
     """
 
     registered: list[int]
     rows: list[Sequence] = field(default_factory=list)
     outputs: list[Sequence] = field(default_factory=list)
+    forks: list[Sequence] = field(default_factory=list)
     prompts: list[Sequence] = field(default_factory=list)
     pooled: list[Sequence] = field(default_factory=list)

@@ -98,16 +98,18 @@ def constrain(request: Request, grammar: CompiledGrammar | None) -> None:
 
 
 class GrammarMasks:
-    """The masks of one step, in memory that is used anew in each.
+    """The masks of the steps in flight, in memory that is used over and over.
 
     Args:
         max_num_seqs: output rows of a step at most.
         vocab_size: ids that can be sampled.
+        num_steps: steps in flight at most.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
-        self._shape = max_num_seqs, -(-vocab_size // 32)
-        self._rows: np.ndarray | None = None
+    def __init__(self, max_num_seqs: int, vocab_size: int, *, num_steps: int = 1) -> None:
+        self._shape = num_steps, max_num_seqs, -(-vocab_size // 32)
+        self._memory: np.ndarray | None = None
+        self._num_filled = 0
         self._executor: Any = None
         self._one_by_one = False
 
@@ -115,7 +117,7 @@ class GrammarMasks:
         self, outputs: SequenceType[Sequence], fail: Callable[[Request, str], None]
     ) -> dict[int, np.ndarray] | None:
         """Masks of the constrained output rows: row -> uint32 ``[ceil(vocab_size / 32)]``, bit ``id % 32`` of
-        word ``id // 32`` set for what may come next. They stay until the next call.
+        word ``id // 32`` set for what may come next. They stay for ``num_steps`` calls, this one included.
 
         Args:
             outputs: the sequence of each output row.
@@ -128,14 +130,16 @@ class GrammarMasks:
         ]
         if not constrained:
             return None
-        if self._rows is None:
-            self._rows = np.zeros(self._shape, np.uint32)
-        slow = self._compute([(state, index) for index, _, state in constrained], self._rows)
+        if self._memory is None:
+            self._memory = np.zeros(self._shape, np.uint32)
+        rows = self._memory[self._num_filled % len(self._memory)]
+        self._num_filled += 1
+        slow = self._compute([(state, index) for index, _, state in constrained], rows)
         masks = {}
         for index, sequence, state in constrained:
             error = slow.get(index) or state.error()
             if error is None:
-                masks[index] = self._rows[index]
+                masks[index] = rows[index]
             else:
                 fail(sequence.request, error)
         return masks

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from streamllm.models.kv_layout import kv_layout
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.weights import WeightLoader
-from streamllm.ops import Attention, Buffer, Matrix, Ops, RMSNorm
-from streamllm.ops.step_inputs import StepInputs
+from streamllm.ops import Attention, Batch, Buffer, Matrix, Ops, RMSNorm
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class LlamaModel:
     lm_head: Matrix
 
 
-def forward(model: LlamaModel, ops: Ops, batch: StepInputs) -> Buffer:
+def forward(model: LlamaModel, ops: Ops, batch: Batch) -> Buffer:
     """The hidden state after the final norm of every token in the batch: ``[tokens, hidden_size]``."""
     hidden, residual = ops.embedding(batch, model.embed), None
     for layer in model.layers:

@@ -8,8 +8,7 @@ from streamllm.errors import ModelLoadError
 from streamllm.models import llama
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.weights import WeightLoader
-from streamllm.ops import Buffer, Ops
-from streamllm.ops.step_inputs import StepInputs
+from streamllm.ops import Batch, Buffer, Ops
 
 
 class Family(Protocol):
@@ -17,7 +16,7 @@ class Family(Protocol):
 
     def load_weights(self, loader: WeightLoader, config: ModelConfig) -> Any: ...
 
-    def forward(self, model: Any, ops: Ops, batch: StepInputs) -> Buffer: ...
+    def forward(self, model: Any, ops: Ops, batch: Batch) -> Buffer: ...
 
     def logits(self, model: Any, ops: Ops, hidden: Buffer) -> Buffer: ...
 

@@ -132,6 +132,7 @@ class RopeTable:
         cos: float32 [rows, rotary_dim / 2], the attention factor multiplied in.
         sin: the same for sines.
         is_dynamic: whether rows depend on the sequence's length, so that :meth:`rows` must be asked.
+        version: how often rows have been made.
     """
 
     def __init__(self, rope: RopeConfig, num_positions: int, *, max_dynamic_rows: int = 16384) -> None:
@@ -148,6 +149,7 @@ class RopeTable:
         shape = (self._static_rows + self._capacity, rope.rotary_dim // 2)
         self.cos: Float32Array = np.zeros(shape, dtype=np.float32)
         self.sin: Float32Array = np.zeros(shape, dtype=np.float32)
+        self.version = 0
         static = np.arange(self._static_rows)
         self._fill(static, static, inverse_frequencies(rope))
 
@@ -186,6 +188,8 @@ class RopeTable:
         if len(self._dynamic_rows) + len(missing) > self._capacity:
             self._dynamic_rows.clear()
             missing = sorted(keys)
+        if missing:
+            self.version += 1
         start = self._static_rows + len(self._dynamic_rows)
         self._dynamic_rows.update((key, start + i) for i, key in enumerate(missing))
         for length, group in itertools.groupby(missing, key=lambda key: key[0]):

@@ -96,18 +96,28 @@ class WeightLoader:
             raise ModelLoadError(f"Tensor {name} has shape {list(actual)}; the config says {list(expected)}.")
 
 
-def weight_bytes(checkpoint: Checkpoint, packed_formats: Collection[str], weight_mode: WeightMode) -> int:
+def weight_bytes(
+    checkpoint: Checkpoint,
+    packed_formats: Collection[str],
+    weight_mode: WeightMode,
+    *,
+    dense_itemsize: int = 4,
+) -> int:
     """Memory that a model's weights will take, but for the padding of matrices to whole panels.
 
     Args:
-        packed_formats: those of the backend (``Ops.packed_formats``).
+        packed_formats: those of the backend (``Ops.packed_formats``) that stay as they are.
+        dense_itemsize: bytes of an element of the other matrices.
     """
     kept = _kept_formats(packed_formats, weight_mode)
     total = 0
     for name in checkpoint.names():
         shape = checkpoint.shape(name)
-        stays = len(shape) == 2 and checkpoint.format(name) in kept
-        total += checkpoint.num_bytes(name) if stays else 4 * math.prod(shape)
+        is_matrix = len(shape) == 2
+        if is_matrix and checkpoint.format(name) in kept:
+            total += checkpoint.num_bytes(name)
+        else:
+            total += (dense_itemsize if is_matrix else 4) * math.prod(shape)
     return total
 
 

@@ -1,7 +1,8 @@
 """The operations that every model is built of, and what they read.
 
 A family's ``forward`` calls these operations over its weights and never looks inside a buffer. Run with
-:class:`streamllm.ops.torch_ops.TorchOps` the calls compute at once on torch tensors (the reference); run with
+:class:`streamllm.ops.torch_ops.TorchOps` the calls compute at once on torch tensors (the reference), with
+:class:`streamllm.ops.gpu.gpu_ops.GpuOps` on those of a GPU, where graphs capture them; run with
 :class:`streamllm.ops.cpu_plan.CpuOps` they are recorded once and replayed natively at every step.
 """
 
@@ -13,11 +14,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from streamllm.ops.step_inputs import StepInputs
 from streamllm.ops.stored_rows import StoredRows
 
+Batch = Any
+"""What a forward reads of a step, as its backend holds it: a
+:class:`~streamllm.ops.step_inputs.StepInputs`, or on a GPU a
+:class:`~streamllm.ops.gpu.device_inputs.DeviceBatch`."""
+
 Buffer = Any
-"""Activations of one operation, ``[rows, width]`` float32: a torch tensor, or a symbol in a recorded plan."""
+"""Activations of one operation, ``[rows, width]``: a torch tensor, or a symbol in a recorded plan."""
 
 Matrix = Any
 """A weight ``W [n, k]`` (with its bias ``[n]``, if any) as its backend holds it."""
@@ -94,7 +99,7 @@ class Ops(Protocol):
     def vector(self, values: np.ndarray) -> Vector:
         """A float32 weight of one dimension."""
 
-    def embedding(self, batch: StepInputs, weight: Matrix) -> Buffer:
+    def embedding(self, batch: Batch, weight: Matrix) -> Buffer:
         """``weight[token_ids]``: ``[tokens, hidden]``."""
 
     def rms_norm(self, x: Buffer, norm: RMSNorm, residual: Buffer | None = None) -> tuple[Buffer, Buffer]:
@@ -103,15 +108,15 @@ class Ops(Protocol):
     def linear(self, x: Buffer, weight: Matrix) -> Buffer:
         """``x @ W.T + bias``: ``[rows, n]``."""
 
-    def rotary_and_cache(self, qkv: Buffer, batch: StepInputs, attention: Attention) -> Buffer:
+    def rotary_and_cache(self, qkv: Buffer, batch: Batch, attention: Attention) -> Buffer:
         """Norms (if any) and rotates q and k of each row ``[q heads | k heads | v heads]``, writes k and v to
         their slots in the cache, and gives the queries."""
 
-    def paged_attention(self, q: Buffer, batch: StepInputs, attention: Attention) -> Buffer:
+    def paged_attention(self, q: Buffer, batch: Batch, attention: Attention) -> Buffer:
         """Causal attention over each sequence's blocks, this step's keys included: ``[tokens, q_width]``."""
 
     def silu_and_mul(self, x: Buffer) -> Buffer:
         """``silu(gate) * up`` of rows ``[gate | up]``: half as wide."""
 
-    def select_rows(self, x: Buffer, batch: StepInputs) -> Buffer:
+    def select_rows(self, x: Buffer, batch: Batch) -> Buffer:
         """``x[output_rows]``: ``[outputs, width]``."""

@@ -20,6 +20,9 @@ TOKEN_NOT_FINITE, TOKEN_NOTHING_ALLOWED = -1, -2
 """What ``SamplingBuffers.token`` holds where there is no token: the logits hold NaN, +inf or nothing but
 -inf; every token is forbidden."""
 
+UNKNOWN_TOKEN = -1
+"""What ``StepInputs.token_ids`` holds where a step in flight draws the token: the backend knows it."""
+
 LARGEST_LOGIT = 1e30
 """Penalties and logits processors make no logit larger than this: no temperature makes it infinite."""
 
@@ -58,16 +61,21 @@ class StepInputs:
     """What one forward reads.
 
     Attributes:
-        token_ids: int32 ``[max_tokens]``, the chunks of all sequences one after the other.
+        token_ids: int32 ``[max_tokens]``, the chunks of all sequences one after the other. With a queue of
+            several steps :data:`UNKNOWN_TOKEN` stands for the token drawn last for its row's slot.
         rope_rows: int32 ``[max_tokens]``, each token's row in the rotary table.
         slot_mapping: int64 ``[num_groups, max_tokens]``, ``block * block_size + offset`` where each token's K
             and V go in the layers of a KV group.
         query_start: int32 ``[max_sequences + 1]``; sequence ``s`` owns rows ``[query_start[s],
             query_start[s + 1])``.
         context_lens: int32 ``[max_sequences]``, tokens of the sequence up to and with its last row here.
-        block_tables: int64 ``[num_groups, max_sequences]``, the address of each sequence's int32 block ids.
+        block_tables: int64 ``[num_groups, max_sequences]``, the address of each sequence's int32 block ids;
+            not set with a queue of several steps: its backend keeps the tables by slot.
         output_rows: int32 ``[max_outputs]``, rows whose hidden state is wanted.
+        slots, output_slots: int32 ``[max_sequences]`` and ``[max_outputs]``, the slot of each scheduled
+            sequence, and of the one that draws in each output row; set with a queue of several steps only.
         rope_cos, rope_sin: float32 ``[*, rotary_dim / 2]``.
+        rope_version: rises when they have changed.
         kv_cache: the pool that ``slot_mapping`` and ``block_tables`` speak of.
         num_tokens, num_sequences, num_outputs: how many leading entries count in this step.
     """
@@ -79,9 +87,12 @@ class StepInputs:
     context_lens: np.ndarray
     block_tables: np.ndarray
     output_rows: np.ndarray
+    slots: np.ndarray
+    output_slots: np.ndarray
     rope_cos: np.ndarray
     rope_sin: np.ndarray
     kv_cache: KVCache
+    rope_version: int = 0
     num_tokens: int = 0
     num_sequences: int = 0
     num_outputs: int = 0
@@ -105,6 +116,8 @@ class StepInputs:
             context_lens=np.zeros(max_sequences, np.int32),
             block_tables=np.zeros((num_groups, max_sequences), np.int64),
             output_rows=np.zeros(max_outputs or max_sequences, np.int32),
+            slots=np.zeros(max_sequences, np.int32),
+            output_slots=np.zeros(max_outputs or max_sequences, np.int32),
             rope_cos=rope_cos,
             rope_sin=rope_sin,
             kv_cache=kv_cache,

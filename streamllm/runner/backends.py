@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from streamllm.errors import ModelLoadError
+from streamllm.models.kv_layout import kv_layout
 from streamllm.models.model_config import ModelConfig
-from streamllm.models.registry import Family
+from streamllm.models.registry import Family, family_of
 from streamllm.models.weights import WeightLoader, WeightMode
 from streamllm.ops import Ops
 from streamllm.ops.cpu_plan import CompiledPlan, CpuOps, PlanBuffer
+from streamllm.ops.kv_cache import KVCache
 from streamllm.ops.step_inputs import SamplingBuffers, StepInputs
 from streamllm.runner import sampler
+from streamllm.runner.messages import ScheduledBatch
 
 
 class Backend(Protocol):
@@ -21,15 +26,43 @@ class Backend(Protocol):
 
     Logits and sampling are one phase, or two where something must see the logits in between.
 
+    With a ``queue_depth`` of 1 each phase is waited for before the next is submitted. A deeper queue takes
+    the phases of several steps, computes them in order, and gives results at its marks: what a phase reads
+    of the buffers, and of memory that they hold the address of, has been taken when its submission returns,
+    and their results are written in :meth:`wait` alone. Where ``inputs.token_ids`` holds
+    :data:`~streamllm.ops.step_inputs.UNKNOWN_TOKEN` it puts the token drawn last for the row's slot.
+
     Attributes:
-        event_fd: becomes readable when a submitted phase is done; ``None`` if phases block until then.
+        queue_depth: steps that may be submitted before the first of them has been waited for.
+        event_fd: becomes readable when a submitted phase is done (of a queue: when a mark is reached, an
+            eventfd with ``EFD_SEMAPHORE``); ``None`` if phases block until then.
     """
 
+    queue_depth: int
     event_fd: int | None
 
     @property
     def ops(self) -> Ops:
         """What makes the weights."""
+
+    def make_cache(
+        self,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        kv_cache_dtype: str,
+        max_model_len: int,
+    ) -> Any:
+        """The KV pool, before :meth:`prepare`.
+
+        Args:
+            max_model_len: tokens of the longest sequence.
+
+        Raises:
+            ConfigError: a size or dtype that cannot be honoured.
+            ModelLoadError: memory is too small.
+        """
 
     def prepare(
         self,
@@ -41,7 +74,8 @@ class Backend(Protocol):
     ) -> None:
         """Binds model and buffers, before the first step."""
 
-    def submit_forward(self) -> None: ...
+    def submit_forward(self, batch: ScheduledBatch) -> None:
+        """The batch's block copies, then its forward."""
 
     def hidden(self) -> np.ndarray:
         """Hidden states of the last forward, float32 ``[tokens, hidden_size]``; a view that the next one
@@ -56,8 +90,12 @@ class Backend(Protocol):
     def submit_draw(self) -> None:
         """A token drawn from each row of the logits that :meth:`submit_logits` computed."""
 
+    def mark(self) -> None:
+        """Ends what one :meth:`wait` waits for. Nothing to do without a queue: every phase is marked."""
+
     def wait(self) -> None:
-        """Blocks until the submitted phase is done; takes its signal from ``event_fd``."""
+        """Blocks until the submitted phase is done, or the oldest mark reached that has not been waited for;
+        takes its signal from ``event_fd``."""
 
     def logits(self) -> np.ndarray:
         """The last step's logits, float32 ``[outputs, vocab_size]``; a view that the next step changes."""
@@ -65,9 +103,25 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
+def _host_cache(
+    config: ModelConfig, *, num_blocks: int, block_size: int, kv_cache_dtype: str, max_model_len: int
+) -> KVCache:
+    """As :meth:`Backend.make_cache`, in the host's memory."""
+    return KVCache(
+        layers_per_block=kv_layout(config.layer_windows).layers_per_block,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        kv_cache_dtype=kv_cache_dtype,
+    )
+
+
 class PlanBackend:
     """Native plans: one for the forward, one for logits and sampling; two more, recorded when they are first
     needed, for logits alone and for sampling alone."""
+
+    queue_depth = 1
 
     def __init__(self, *, threads: int, max_tokens: int, max_outputs: int):
         self._ops = CpuOps(threads=threads, max_tokens=max_tokens, max_outputs=max_outputs)
@@ -78,6 +132,8 @@ class PlanBackend:
     @property
     def ops(self) -> Ops:
         return self._ops
+
+    make_cache = staticmethod(_host_cache)
 
     def prepare(
         self,
@@ -104,7 +160,8 @@ class PlanBackend:
         self._head = ops.compile(keep=[self._logits])
         self._logits_of = (self._head, self._logits)
 
-    def submit_forward(self) -> None:
+    def submit_forward(self, batch: ScheduledBatch) -> None:
+        self._inputs.kv_cache.copy_blocks(batch.block_copies)
         self._submit(self._forward)
 
     def hidden(self) -> np.ndarray:
@@ -125,6 +182,9 @@ class PlanBackend:
 
     def submit_draw(self) -> None:
         self._submit(self._draw_plan)
+
+    def mark(self) -> None:
+        pass
 
     def wait(self) -> None:
         if self._submitted is not None and self.event_fd is not None:
@@ -151,6 +211,7 @@ class PlanBackend:
 class TorchBackend:
     """The reference: every operation computed when it is called."""
 
+    queue_depth = 1
     event_fd: int | None = None
 
     def __init__(self) -> None:
@@ -161,6 +222,8 @@ class TorchBackend:
     @property
     def ops(self) -> Ops:
         return self._ops
+
+    make_cache = staticmethod(_host_cache)
 
     def prepare(
         self,
@@ -174,7 +237,8 @@ class TorchBackend:
         self._inputs, self._sampling = inputs, sampling
         self._sampled_vocab_size = sampled_vocab_size
 
-    def submit_forward(self) -> None:
+    def submit_forward(self, batch: ScheduledBatch) -> None:
+        self._inputs.kv_cache.copy_blocks(batch.block_copies)
         self._hidden = self._family.forward(self._model, self.ops, self._inputs)
 
     def hidden(self) -> np.ndarray:
@@ -191,6 +255,9 @@ class TorchBackend:
     def submit_draw(self) -> None:
         sampler.sample(self._logits[:, : self._sampled_vocab_size], self._sampling)
 
+    def mark(self) -> None:
+        pass
+
     def wait(self) -> None:
         pass
 
@@ -201,17 +268,28 @@ class TorchBackend:
         pass
 
 
+@dataclass(frozen=True)
+class LoadedModel:
+    """A backend, and a model's weights as it holds them."""
+
+    family: Family
+    backend: Backend
+    model: Any
+
+
 def load_model(
-    family: Family,
-    backend: Backend,
-    checkpoint: Any,
-    config: ModelConfig,
-    progress: bool,
-    weight_mode: WeightMode,
-) -> Any:
-    """Reads the weights into the backend's format."""
+    config: ModelConfig, backend: Backend, checkpoint: Any, progress: bool, weight_mode: WeightMode
+) -> LoadedModel:
+    """Reads the weights into the backend's format.
+
+    Raises:
+        ModelLoadError: the model is not supported, its files are broken, or memory is too small.
+    """
+    family = family_of(config.architecture)
     loader = WeightLoader(checkpoint, backend.ops, progress=progress, weight_mode=weight_mode)
     try:
-        return family.load_weights(loader, config)
+        return LoadedModel(family, backend, family.load_weights(loader, config))
+    except MemoryError as error:
+        raise ModelLoadError("Not enough memory for the model's weights; use a smaller model.") from error
     finally:
         loader.close()

@@ -6,7 +6,7 @@ from array import array
 
 import numpy as np
 
-from streamllm.ops.step_inputs import ROW_EDITS, SamplingBuffers, StepInputs
+from streamllm.ops.step_inputs import ROW_EDITS, UNKNOWN_TOKEN, SamplingBuffers, StepInputs
 from streamllm.runner.messages import NewSequence, ScheduledBatch
 from streamllm.runner.processor_pass import ProcessorCall
 from streamllm.runner.token_rules import SequenceRules, TokenRules
@@ -20,10 +20,13 @@ class BatchState:
     Args:
         max_num_seqs: number of slots.
         num_groups: KV groups, each with a block table of its own.
+        queued: several steps may be in flight: the backend keeps block tables and drawn tokens by slot, and a
+            row's token may be one whose id has yet to come.
     """
 
-    def __init__(self, max_num_seqs: int, num_groups: int = 1):
+    def __init__(self, max_num_seqs: int, num_groups: int = 1, *, queued: bool = False):
         self._num_groups = num_groups
+        self._queued = queued
         self._tokens: list[array[int] | None] = [None] * max_num_seqs
         # By group, then slot.
         self._blocks = [[array("i") for _ in range(max_num_seqs)] for _ in range(num_groups)]
@@ -83,7 +86,11 @@ class BatchState:
                 self._block_addresses[group][slot] = blocks.buffer_info()[0]
 
     def fill(self, batch: ScheduledBatch, inputs: StepInputs) -> None:
-        """Writes the forward's arrays. ``inputs.rope_rows`` gets each token's position."""
+        """Writes the forward's arrays. ``inputs.rope_rows`` gets each token's position.
+
+        Raises:
+            ValueError: a row's token is not known, and only one step may be in flight.
+        """
         token_ids: list[int] = []
         positions: list[int] = []
         query_start, context_lens = [0], []
@@ -92,7 +99,7 @@ class BatchState:
             assert tokens is not None
             end = start + row.num_tokens
             if row.num_tokens == 1:
-                token_ids.append(tokens[start])
+                token_ids.append(tokens[start] if start < len(tokens) else self._unknown_token(row.slot))
                 positions.append(start)
             else:
                 token_ids.extend(tokens[start:end])
@@ -107,11 +114,18 @@ class BatchState:
         inputs.num_tokens, inputs.num_sequences = num_tokens, num_sequences
         for group in range(self._num_groups):
             self._fill_group(batch, inputs, group)
+        if self._queued:
+            inputs.slots[:num_sequences] = [row.slot for row in batch.rows]
+
+    def _unknown_token(self, slot: int) -> int:
+        if not self._queued:
+            raise ValueError(f"slot {slot} is scheduled beyond its last token")
+        return UNKNOWN_TOKEN
 
     def _fill_group(self, batch: ScheduledBatch, inputs: StepInputs, group: int) -> None:
         """Where each token's K and V go, and where each sequence's blocks stand, for one KV group."""
         block_size = inputs.kv_cache.block_size
-        tables, addresses = self._blocks[group], self._block_addresses[group]
+        tables = self._blocks[group]
         slots: list[int] = []
         for row in batch.rows:
             blocks, start = tables[row.slot], row.num_computed_tokens
@@ -123,7 +137,9 @@ class BatchState:
                     for position in range(start, start + row.num_tokens)
                 )
         inputs.slot_mapping[group, : inputs.num_tokens] = slots
-        inputs.block_tables[group, : inputs.num_sequences] = [addresses[row.slot] for row in batch.rows]
+        if not self._queued:
+            addresses = self._block_addresses[group]
+            inputs.block_tables[group, : inputs.num_sequences] = [addresses[row.slot] for row in batch.rows]
 
     def prompt_lengths(self, batch: ScheduledBatch) -> np.ndarray:
         """For each token of the step the length of its sequence's prompt, int32 ``[num_tokens]``."""
@@ -140,7 +156,10 @@ class BatchState:
         slots = np.array(slot_list)
         rows = np.array([output.row for output in batch.output_rows])
         inputs.output_rows[:count] = inputs.query_start[rows + 1] - 1
-        lengths = np.array([len(self._tokens[slot] or ()) for slot in slot_list], np.int32)
+        if self._queued:
+            inputs.output_slots[:count] = slots
+        # An output row is its sequence's last token, also while that is not known.
+        lengths = inputs.context_lens[rows]
         sampling.position[:count] = lengths - self._num_prompt_tokens[slots]
         sampling.temperature[:count] = self._temperature[slots]
         sampling.top_k[:count] = self._top_k[slots]
@@ -151,8 +170,9 @@ class BatchState:
         sampling.num_logprobs[:count] = self._num_logprobs[slots]
         sampling.logprobs_mode[:count] = self._logprobs_mode[slots]
         if self._rules:
-            for slot in self._rules.keys() & slot_list:
-                self._rules[slot].refresh(self._tokens[slot])  # type: ignore[arg-type]
+            length_of = dict(zip(slot_list, lengths.tolist(), strict=True))
+            for slot in self._rules.keys() & length_of.keys():
+                self._rules[slot].refresh(self._tokens[slot], length_of[slot])  # type: ignore[arg-type]
         sampling.edits[:count] = self._edits_address[slots]
         sampling.allowed_mask[:count] = self._allowed_mask_address[slots]
         sampling.grammar_mask[:count] = sampling.replacement[:count] = 0

@@ -3,60 +3,64 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from streamllm.runner.messages import ScheduledBatch, StepOutput
-from streamllm.runner.model_runner import ModelRunner
+from streamllm.runner.model_runner import ModelRunner, StartedStep
+
+Result = TypeVar("Result")
+
+Masks = Mapping[int, np.ndarray]
+"""Output row -> what its grammar allows, as in :meth:`ModelRunner.sample`. They must stay as they are until
+the step has returned."""
+
+
+class RunningStep(Protocol):
+    """A step that has been submitted: :meth:`sample` once, then :meth:`output`.
+
+    Attributes:
+        exclusive: no step may be submitted before this one has returned.
+    """
+
+    exclusive: bool
+
+    def sample(self, masks: Masks | None = None) -> None:
+        """Lets the step draw its tokens when its forward is done."""
+
+    async def output(self) -> StepOutput:
+        """Returns when the step is done; raises what it raised. Steps are awaited in order."""
 
 
 class Executor:
     """Runs a model runner in this process without ever blocking the loop.
 
-    With native plans the loop watches the runner's event fd: no Python thread has to win the interpreter lock
-    back. A runner without one computes in a single thread of its own.
+    With native plans and with a device the loop watches the runner's event fd: no Python thread has to win
+    the interpreter lock back. A runner without one computes in a single thread of its own.
 
-    A step is :meth:`submit`, :meth:`forward_done`, :meth:`sample`; the last runs all of the runner's phases
-    after the forward. What a step raises comes out of the last two; the executor stays usable.
+    What a step raises comes out of :meth:`RunningStep.output`; the executor stays usable.
+
+    Attributes:
+        queue_depth: steps that may be submitted before the first of them has returned.
     """
 
     def __init__(self, runner: ModelRunner):
         self.runner = runner
+        self.queue_depth = runner.queue_depth
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._phase: asyncio.Future[None] | None = None
+        # Phases that have been submitted and are not known to be done, in order, and what each gives.
+        self._phases: deque[tuple[asyncio.Future[StepOutput | None], StartedStep | None]] = deque()
         self._thread = None if runner.event_fd is not None else ThreadPoolExecutor(1, "streamllm-step")
 
-    def submit(self, batch: ScheduledBatch) -> None:
-        """Starts the step's forward and returns. Call it on the running loop."""
-        self._phase = self._begin(self.runner.start, batch)
-
-    async def forward_done(self) -> None:
-        """Returns when the submitted forward is done."""
-        if self._phase is None:
-            raise RuntimeError("no step has been submitted")
-        await asyncio.shield(self._phase)
-
-    async def forward(self, batch: ScheduledBatch) -> None:
-        """:meth:`submit`, then :meth:`forward_done`."""
-        self.submit(batch)
-        await self.forward_done()
-
-    async def sample(self, masks: Mapping[int, np.ndarray] | None = None) -> StepOutput:
-        """Computes logits and samples, after the forward is done; ``masks`` as in
-        :meth:`ModelRunner.sample`."""
-        loop = asyncio.get_running_loop()
+    def submit(self, batch: ScheduledBatch) -> RunningStep:
+        """Starts the step's forward, behind those in flight, and returns. Call it on the running loop."""
         if self._thread is not None:
-            return await asyncio.shield(loop.run_in_executor(self._thread, self.runner.finish, masks))
-        for work in self.runner.sample(masks):
-            if work is None:
-                self._phase = self._submitted(loop)
-                await asyncio.shield(self._phase)
-            else:
-                await asyncio.shield(loop.run_in_executor(None, work))
-        return self.runner.result()
+            return _StepInThread(self.runner, self._thread, batch)
+        return _Step(self, batch)
 
     def close(self) -> None:
         """Waits for what runs, stops watching, closes the runner."""
@@ -65,43 +69,36 @@ class Executor:
             self._thread.shutdown()
         self.runner.close()
 
-    def _begin(self, start: Callable[..., None], *args: Any) -> asyncio.Future[None]:
-        """Starts a phase. The future lives as long as the phase, even if who awaits it is cancelled."""
-        loop = asyncio.get_running_loop()
-        if self._thread is not None:
-            return loop.run_in_executor(self._thread, self._run, start, *args)
-        try:
-            start(*args)
-        except Exception as error:
-            failed: asyncio.Future[None] = loop.create_future()
-            failed.set_exception(error)
-            return failed
-        return self._submitted(loop)
+    def submitted(self, step: StartedStep | None = None) -> asyncio.Future[StepOutput | None]:
+        """The future of the phase that has just been submitted, or that was done at once.
 
-    def _submitted(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
-        """The future of the native phase that has been submitted, or that was done at once."""
+        Args:
+            step: the step that this phase ends; the future then gives its output.
+        """
+        loop = asyncio.get_running_loop()
         self._watch(loop)
-        phase: asyncio.Future[None] = loop.create_future()
-        if not self.runner.in_flight:
+        phase: asyncio.Future[StepOutput | None] = loop.create_future()
+        if self.runner.in_flight > len(self._phases):
+            self._phases.append((phase, step))
+        else:
             phase.set_result(None)
         return phase
 
-    def _run(self, start: Callable[..., None], *args: Any) -> None:
-        start(*args)
-        self.runner.wait()
-
     def _on_readable(self) -> None:
-        error: Exception | None = None
+        output, error = None, None
+        phase, step = self._phases.popleft() if self._phases else (None, None)
         try:
             self.runner.wait()
+            if step is not None:
+                output = self.runner.result(step)
         except Exception as caught:
             error = caught
-        if self._phase is None or self._phase.done():
+        if phase is None or phase.done():
             return
         if error is not None:
-            self._phase.set_exception(error)
+            phase.set_exception(error)
         else:
-            self._phase.set_result(None)
+            phase.set_result(output)
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         if loop is not self._loop:
@@ -113,3 +110,74 @@ class Executor:
         if self._loop is not None and not self._loop.is_closed() and self.runner.event_fd is not None:
             self._loop.remove_reader(self.runner.event_fd)
         self._loop = None
+
+
+class _Step:
+    """A step whose phases signal the runner's event fd."""
+
+    def __init__(self, executor: Executor, batch: ScheduledBatch) -> None:
+        self._executor = executor
+        self._masks: Masks | None = None
+        self._error: Exception | None = None
+        self.exclusive = True
+        try:
+            self._step = executor.runner.start(batch)
+        except Exception as error:
+            self._error = error
+            return
+        self.exclusive = self._step.exclusive
+        if self.exclusive:
+            self._phase = executor.submitted()
+
+    def sample(self, masks: Masks | None = None) -> None:
+        self._masks = masks
+        if self.exclusive:
+            return  # after the forward, which output() awaits
+        try:
+            next(self._executor.runner.sample(masks, self._step))
+        except Exception as error:
+            self._error = error
+            return
+        self._phase = self._executor.submitted(self._step)
+
+    async def output(self) -> StepOutput:
+        if self._error is not None:
+            raise self._error
+        # A phase goes on even if who awaits it is cancelled.
+        output = await asyncio.shield(self._phase)
+        return output if output is not None else await self._remaining_phases()
+
+    async def _remaining_phases(self) -> StepOutput:
+        executor, loop = self._executor, asyncio.get_running_loop()
+        for work in executor.runner.sample(self._masks, self._step):
+            if work is None:
+                self._phase = executor.submitted()
+                await asyncio.shield(self._phase)
+            else:
+                await asyncio.shield(loop.run_in_executor(None, work))
+        return executor.runner.result(self._step)
+
+
+class _StepInThread:
+    """A step whose phases run as they are called, on the executor's thread."""
+
+    exclusive = True
+
+    def __init__(self, runner: ModelRunner, thread: ThreadPoolExecutor, batch: ScheduledBatch) -> None:
+        self._runner, self._thread = runner, thread
+        self._masks: Masks | None = None
+        self._forward = self._in_thread(self._run_forward, batch)
+
+    def sample(self, masks: Masks | None = None) -> None:
+        self._masks = masks
+
+    async def output(self) -> StepOutput:
+        await asyncio.shield(self._forward)
+        return await asyncio.shield(self._in_thread(self._runner.finish, self._masks))
+
+    def _run_forward(self, batch: ScheduledBatch) -> None:
+        self._runner.start(batch)
+        self._runner.wait()
+
+    def _in_thread(self, work: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, work, *args)

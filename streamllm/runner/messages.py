@@ -74,7 +74,9 @@ class ScheduledRow:
         num_computed_tokens: where the chunk begins.
         num_tokens: length of the chunk: K and V of positions ``[num_computed_tokens, +num_tokens)`` are
             computed in this step.
-        new_token_ids: tokens appended since the runner last heard of the sequence.
+        new_token_ids: tokens appended since the runner last heard of the sequence. With several steps in
+            flight a chunk of one token may lie beyond the known ones: it is the one drawn last for its slot,
+            and comes with a later step.
         block_updates: blocks appended or replaced since then.
     """
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -11,13 +12,12 @@ from streamllm.errors import ConfigError, InvalidRequestError, ModelLoadError
 from streamllm.models.checkpoint import Checkpoint
 from streamllm.models.kv_layout import kv_layout
 from streamllm.models.model_config import ModelConfig
-from streamllm.models.registry import family_of
 from streamllm.models.rope import RopeTable
 from streamllm.models.weights import WeightMode, weight_bytes
 from streamllm.ops.cpu_plan import CpuOps
-from streamllm.ops.kv_cache import KVCache, kv_bytes_per_block
+from streamllm.ops.kv_cache import kv_bytes_per_block
 from streamllm.ops.step_inputs import TOKEN_NOTHING_ALLOWED, SamplingBuffers, StepInputs
-from streamllm.runner.backends import Backend, PlanBackend, TorchBackend, load_model
+from streamllm.runner.backends import Backend, LoadedModel, PlanBackend, TorchBackend, load_model
 from streamllm.runner.batch_state import BatchState
 from streamllm.runner.messages import PromptLogprobChunk, ScheduledBatch, StepOutput, TokenLogprobs
 from streamllm.runner.pooler import MANY_VALUES, Pooler
@@ -31,12 +31,38 @@ MAX_HEAD_DIM = 256
 NOT_FINITE = "the model produced logits that are not finite"
 
 
+@dataclass(slots=True, eq=False)
+class StartedStep:
+    """A step whose forward has been submitted.
+
+    Attributes:
+        exclusive: nothing may be submitted behind it until it has returned: the host has work between its
+            phases, or there is no queue.
+        num_logprobs: per output row the likeliest tokens to report, -1 for no logprobs.
+        masked_rows: output rows with a grammar's mask.
+        errors: output row -> why its logits processors failed.
+        prompt_logprobs, pooled: as in :class:`~streamllm.runner.messages.StepOutput`.
+    """
+
+    batch: ScheduledBatch
+    exclusive: bool
+    num_logprobs: list[int] = field(default_factory=list)
+    masked_rows: Collection[int] = ()
+    errors: dict[int, str] = field(default_factory=dict)
+    prompt_logprobs: list[PromptLogprobChunk | str] = field(default_factory=list)
+    pooled: list[np.ndarray | str | None] = field(default_factory=list)
+
+
 class ModelRunner:
-    """Runs one model's steps, one at a time.
+    """Runs one model's steps.
 
     A step is a sequence of phases: :meth:`start` submits the forward, :meth:`sample` gives the others one by
     one, and each must be done (:meth:`wait`) before the next begins; then :meth:`result`. :meth:`step` does
     it all.
+
+    With a queue (``queue_depth`` above 1) a step that is not ``exclusive`` has a single phase, forward and
+    draw in one: :meth:`start` and the first of :meth:`sample` follow one another at once, and so may another
+    step, before they are waited for. :meth:`wait` and :meth:`result` take steps in order.
 
     Args:
         block_size: positions a block, a multiple of 16.
@@ -51,14 +77,18 @@ class ModelRunner:
         sampled_vocab_size: sample ids below this only (a padded vocabulary has more logits than tokens).
         weight_mode: ``"packed"`` keeps matrices as the file holds them where there are kernels for it;
             ``"float32"`` dequantises them.
+        loaded: a backend that has the weights already; then ``threads``, ``backend`` and ``weight_mode`` mean
+            nothing.
 
     Attributes:
         num_blocks: blocks of the KV cache.
+        max_model_len: positions at most.
         num_groups: KV groups, each with a block table a sequence.
-        weight_bytes: memory that the weights take.
+        weight_bytes, kv_cache_bytes: memory that the weights and the KV cache take.
         vocab_size: logits a row.
-        event_fd: becomes readable when the submitted phase is done; ``None``: phases run as they are called.
-        in_flight: a phase has been submitted and not been waited for.
+        queue_depth: steps that may be in flight at once.
+        event_fd: becomes readable when a submitted phase is done; ``None``: phases run as they are called.
+        in_flight: phases that have been submitted and not been waited for.
 
     Raises:
         ConfigError: a size or dtype that cannot be honoured.
@@ -81,50 +111,51 @@ class ModelRunner:
         progress: bool = True,
         sampled_vocab_size: int | None = None,
         weight_mode: WeightMode = "float32",
+        loaded: LoadedModel | None = None,
     ):
-        family = family_of(model_config.architecture)
         layout = kv_layout(model_config.layer_windows)
-        _check_supported(model_config)
+        check_supported(model_config)
         self.num_blocks = num_blocks
+        self.max_model_len = max_model_len
         self.num_groups = layout.num_groups
         self.vocab_size = model_config.vocab_size
-        self.in_flight = False
-        self._prompt_logprobs: list[PromptLogprobChunk | str] = []
+        self.in_flight = 0
+        self._newest: StartedStep
         self._pooler = Pooler()
-        self._pooled: list[np.ndarray | str | None] = []
-        self._errors: dict[int, str] = {}
         self._max_num_batched_tokens = max_num_batched_tokens
         max_outputs = max(max_num_seqs, SLICE_ROWS)
         self._rope = RopeTable(
             model_config.rope, max_model_len, max_dynamic_rows=max(2 * max_num_batched_tokens, 4096)
         )
-        self._cache = KVCache(
-            layers_per_block=layout.layers_per_block,
+        if loaded is None:
+            made = _make_backend(backend, threads, max_num_batched_tokens, max_outputs)
+            loaded = load_model(model_config, made, checkpoint, progress, weight_mode)
+        self._backend = loaded.backend
+        kv_cache = self._backend.make_cache(
+            model_config,
             num_blocks=num_blocks,
             block_size=block_size,
-            num_kv_heads=model_config.num_kv_heads,
-            head_dim=model_config.head_dim,
             kv_cache_dtype=kv_cache_dtype,
+            max_model_len=max_model_len,
         )
+        self.kv_cache_bytes: int = kv_cache.num_bytes
         self._inputs = StepInputs.allocate(
             max_num_batched_tokens,
             max_num_seqs,
             self._rope.cos,
             self._rope.sin,
-            self._cache,
+            kv_cache,
             num_groups=layout.num_groups,
             max_outputs=max_outputs,
         )
         self._sampling = SamplingBuffers.allocate(max_outputs)
-        self._state = BatchState(max_num_seqs, layout.num_groups)
-        self._backend = _make_backend(backend, threads, max_num_batched_tokens, max_outputs)
-        try:
-            model = load_model(family, self._backend, checkpoint, model_config, progress, weight_mode)
-        except MemoryError as error:
-            raise ModelLoadError("Not enough memory for the model's weights; use a smaller model.") from error
+        self.queue_depth = self._backend.queue_depth
+        self._state = BatchState(max_num_seqs, layout.num_groups, queued=self.queue_depth > 1)
         self.weight_bytes: int = self._backend.ops.weight_bytes
         self._sampled_vocab_size = sampled_vocab_size or model_config.vocab_size
-        self._backend.prepare(family, model, self._inputs, self._sampling, self._sampled_vocab_size)
+        self._backend.prepare(
+            loaded.family, loaded.model, self._inputs, self._sampling, self._sampled_vocab_size
+        )
 
     @staticmethod
     def kv_bytes_per_block(model_config: ModelConfig, block_size: int, kv_cache_dtype: str) -> int:
@@ -146,54 +177,63 @@ class ModelRunner:
     def event_fd(self) -> int | None:
         return self._backend.event_fd
 
-    def start(self, batch: ScheduledBatch) -> None:
+    def start(self, batch: ScheduledBatch) -> StartedStep:
         """Takes the batch's news into the state and submits the forward.
 
         Raises:
-            RuntimeError: the phase before has not been waited for.
+            RuntimeError: so many phases have not been waited for that there is no place in the queue.
             ValueError: the batch contradicts the state or exceeds the limits; nothing was submitted.
         """
-        if self.in_flight:
+        if self.in_flight >= self.queue_depth:
             raise RuntimeError("a phase is still running; wait for it first")
-        self._batch = batch
         self._state.update(batch)
         self._pooler.forget(batch.finished_slots)
         if batch.num_tokens > self._max_num_batched_tokens:
             raise ValueError(
                 f"the batch has {batch.num_tokens} tokens, more than {self._max_num_batched_tokens}"
             )
-        self._cache.copy_blocks(batch.block_copies)
         self._state.fill(batch, self._inputs)
         if self._rope.is_dynamic:
             self._fill_dynamic_rope(batch)
+        step = StartedStep(batch, exclusive=self.queue_depth == 1 or self._needs_host(batch))
         if batch.rows:
-            self._backend.submit_forward()
-            self.in_flight = True
+            self._backend.submit_forward(batch)
+            if step.exclusive:
+                self._mark()
+        self._newest = step
+        return step
 
-    def sample(self, masks: Mapping[int, np.ndarray] | None = None) -> Iterator[PythonPhase | None]:
+    def _needs_host(self, batch: ScheduledBatch) -> bool:
+        """Whether Python has work between a step's phases."""
+        return bool(batch.prompt_rows or batch.pool_rows or self._state.processor_calls(batch))
+
+    def sample(
+        self, masks: Mapping[int, np.ndarray] | None = None, step: StartedStep | None = None
+    ) -> Iterator[PythonPhase | None]:
         """The phases after the forward: pooling, a slice of prompt rows each, then the output rows.
 
         Args:
             masks: output row -> what its grammar allows, uint32 ``[ceil(vocab_size / 32)]``, bit ``id % 32``
                 of word ``id // 32``; they must stay as they are until the last phase is done.
+            step: the one that was started last, which also is the default.
 
         Yields:
             ``None`` when a native phase has been submitted, which must be waited for; or Python work to call,
             off the event loop. Then ask for the next phase.
         """
-        if self.in_flight:
+        step = step or self._newest
+        if self.in_flight and step.exclusive:
             raise RuntimeError("a phase is still running; wait for it first")
-        return self._phases(self._batch, masks or {})
+        return self._phases(step, masks or {})
 
-    def _phases(self, batch: ScheduledBatch, masks: Mapping[int, np.ndarray]) -> Iterator[PythonPhase | None]:
-        inputs, sampling = self._inputs, self._sampling
-        self._prompt_logprobs, self._pooled = [], []
+    def _phases(self, step: StartedStep, masks: Mapping[int, np.ndarray]) -> Iterator[PythonPhase | None]:
+        batch, inputs, sampling = step.batch, self._inputs, self._sampling
         if batch.pool_rows:
             hidden = self._backend.hidden()
             if hidden.size < MANY_VALUES:
-                self._pool(batch, hidden)
+                self._pool(step, hidden)
             else:
-                yield functools.partial(self._pool, batch, hidden)
+                yield functools.partial(self._pool, step, hidden)
         if batch.prompt_rows:
             prompt_rows = PromptRowsPass(batch, inputs)
             for part in prompt_rows.slices():
@@ -201,40 +241,48 @@ class ModelRunner:
                 self._submit_sample()
                 yield None
                 prompt_rows.gather(part, sampling)
-            self._prompt_logprobs = prompt_rows.chunks(self._sampled_vocab_size, NOT_FINITE)
+            step.prompt_logprobs = prompt_rows.chunks(self._sampled_vocab_size, NOT_FINITE)
         self._state.fill_outputs(batch, inputs, sampling)
+        step.num_logprobs = sampling.num_logprobs[: inputs.num_outputs].tolist()
         for row, mask in masks.items():
             sampling.grammar_mask[row] = mask.ctypes.data
-        self._errors = {}
+        step.masked_rows = masks.keys()
         if calls := self._state.processor_calls(batch):
-            yield from self._process_logits(ProcessorPass(calls))
+            yield from self._process_logits(step, ProcessorPass(calls))
         elif inputs.num_outputs:
             self._submit_sample()
             yield None
+        elif not step.exclusive:
+            self._mark()
+            yield None
 
-    def _pool(self, batch: ScheduledBatch, hidden: np.ndarray) -> None:
-        self._pooled = self._pooler.pool(batch, self._inputs.query_start, hidden)
+    def _pool(self, step: StartedStep, hidden: np.ndarray) -> None:
+        step.pooled = self._pooler.pool(step.batch, self._inputs.query_start, hidden)
 
-    def _process_logits(self, processing: ProcessorPass) -> Iterator[PythonPhase | None]:
+    def _process_logits(self, step: StartedStep, processing: ProcessorPass) -> Iterator[PythonPhase | None]:
         """Logits, the processors of those rows that have any, then the draw of all rows."""
         self._backend.submit_logits()
-        self.in_flight = True
+        self._mark()
         yield None
         logits = self._backend.logits()[:, : self._sampled_vocab_size]
         yield functools.partial(processing.run, logits, self._sampling)
-        self._errors = processing.errors
+        step.errors = processing.errors
         self._backend.submit_draw()
-        self.in_flight = True
+        self._mark()
         yield None
 
     def _submit_sample(self) -> None:
         self._backend.submit_sample()
-        self.in_flight = True
+        self._mark()
+
+    def _mark(self) -> None:
+        self._backend.mark()
+        self.in_flight += 1
 
     def wait(self) -> None:
-        """Blocks until the submitted phase is done."""
+        """Blocks until the submitted phase, of several the oldest, is done."""
         if self.in_flight:
-            self.in_flight = False
+            self.in_flight -= 1
             self._backend.wait()
 
     def finish(self, masks: Mapping[int, np.ndarray] | None = None) -> StepOutput:
@@ -252,15 +300,16 @@ class ModelRunner:
         self.wait()
         return self.finish()
 
-    def result(self) -> StepOutput:
-        """The step's tokens, after its last phase."""
-        count, sampling = self._inputs.num_outputs, self._sampling
-        tokens = sampling.token[:count].tolist()
+    def result(self, step: StartedStep | None = None) -> StepOutput:
+        """The tokens of a step, by default the one started last, whose last phase was waited for last."""
+        step = step or self._newest
+        wanted = step.num_logprobs
+        count = len(wanted)
+        tokens = self._sampling.token[:count].tolist()
         errors: list[str | InvalidRequestError | None] = [None] * count
         for row, token in enumerate(tokens):
-            if token < 0 or row in self._errors:
-                errors[row] = self._errors.get(row) or self._error(row, token)
-        wanted = sampling.num_logprobs[:count].tolist()
+            if token < 0 or row in step.errors:
+                errors[row] = step.errors.get(row) or self._error(step, row, token)
         return StepOutput(
             token_ids=[[token] if error is None else [] for token, error in zip(tokens, errors, strict=True)],
             logprobs=[
@@ -268,17 +317,17 @@ class ModelRunner:
                 for row, error in enumerate(errors)
             ],
             errors=errors,
-            prompt_logprobs=self._prompt_logprobs,
-            pooled=self._pooled,
+            prompt_logprobs=step.prompt_logprobs,
+            pooled=step.pooled,
         )
 
-    def _error(self, row: int, token: int) -> str | InvalidRequestError:
+    def _error(self, step: StartedStep, row: int, token: int) -> str | InvalidRequestError:
         """Why a row has no token."""
         if token != TOKEN_NOTHING_ALLOWED:
             return NOT_FINITE
-        rules = self._state.rules(self._batch.output_rows[row].sequence_id)
+        rules = self._state.rules(step.batch.output_rows[row].sequence_id)
         bans = [] if rules is None else rules.describe_bans()
-        if self._sampling.grammar_mask[row]:
+        if row in step.masked_rows:
             bans.append("structured_outputs")
         return InvalidRequestError(
             f"no token is allowed: {', '.join(bans)} forbid all of them.", param=bans[0]
@@ -290,7 +339,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Waits for what runs and gives the event fd back. The runner is not used after."""
-        self.wait()
+        while self.in_flight:
+            self.wait()
         self._backend.close()
 
     def _fill_dynamic_rope(self, batch: ScheduledBatch) -> None:
@@ -298,6 +348,7 @@ class ModelRunner:
         positions = self._inputs.rope_rows[: self._inputs.num_tokens]
         lengths = np.maximum(self._state.prompt_lengths(batch), positions + 1)
         positions[:] = self._rope.rows(positions, lengths)
+        self._inputs.rope_version = self._rope.version
 
     def _logprobs(self, row: int, count: int) -> TokenLogprobs:
         sampling, count = self._sampling, min(count, self._sampled_vocab_size)
@@ -317,7 +368,11 @@ def _make_backend(name: str, threads: int, max_tokens: int, max_outputs: int) ->
     raise ConfigError(f"backend must be cpu or torch, got {name!r}.")
 
 
-def _check_supported(config: ModelConfig) -> None:
+def check_supported(config: ModelConfig) -> None:
+    """
+    Raises:
+        ModelLoadError: no backend has operations for such a model.
+    """
     if config.head_dim % 8 or not 0 < config.head_dim <= MAX_HEAD_DIM:
         raise ModelLoadError(
             f"head_dim {config.head_dim} is not supported; it must be a multiple of 8 up to {MAX_HEAD_DIM}."

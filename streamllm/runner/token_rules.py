@@ -57,6 +57,11 @@ class TokenRules:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
     @property
+    def depend_on_output(self) -> bool:
+        """Whether they ask which tokens have been generated, and not only how many."""
+        return self.has_penalties or bool(self.bad_words or self.processors)
+
+    @property
     def edits_logits(self) -> bool:
         """Whether there is more than a mask and processors."""
         return self.has_penalties or bool(len(self.bias_ids) or len(self.early_bans) or self.bad_words)
@@ -127,10 +132,14 @@ class SequenceRules:
                 self._seen_ids.append(token_id)
                 self._point_to_seen()
 
-    def refresh(self, token_ids: array[int]) -> None:
-        """Before a token is drawn after ``token_ids``: sets what is forbidden now."""
+    def refresh(self, token_ids: array[int], length: int) -> None:
+        """Before a token is drawn after ``token_ids``: sets what is forbidden now.
+
+        Args:
+            length: of the sequence, with tokens whose ids are not known yet.
+        """
         rules = self.rules
-        short = len(token_ids) - self.num_prompt_tokens < rules.min_tokens
+        short = length - self.num_prompt_tokens < rules.min_tokens
         bans = rules.early_bans if short else rules.banned_ids
         if rules.bad_words and (endings := self._endings(token_ids)):
             bans = np.concatenate([bans, np.array(endings, np.int32)])

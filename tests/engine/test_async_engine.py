@@ -11,9 +11,9 @@ from streamllm.errors import EngineDeadError, InvalidRequestError, RequestFailed
 from streamllm.sampling_params import RequestOutputKind, SamplingParams
 
 
-@pytest.fixture
-async def engine():
-    engine = make_engine()
+@pytest.fixture(params=[1, 2], ids=["depth 1", "depth 2"])
+async def engine(request):
+    engine = make_engine(queue_depth=request.param)
     await engine.start()
     yield engine
     await engine.stop()
@@ -205,8 +205,9 @@ async def test_the_context_ends_a_sequence_by_length(engine):
     assert outputs[-1].outputs[0].finish_reason == "length"
 
 
-async def test_preempted_requests_stream_nothing_twice():
-    engine = make_engine(num_blocks=18, max_num_seqs=6)
+@pytest.mark.parametrize("queue_depth", [1, 2])
+async def test_preempted_requests_stream_nothing_twice(queue_depth):
+    engine = make_engine(num_blocks=18, max_num_seqs=6, queue_depth=queue_depth)
     await engine.start()
     prompts = [f"this is prompt {i} of some " * 2 for i in range(6)]
     results = await asyncio.gather(*(collect(engine, p, params(max_tokens=80)) for p in prompts))

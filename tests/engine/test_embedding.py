@@ -39,9 +39,9 @@ async def until(condition) -> None:
     raise AssertionError("it did not happen")
 
 
-@pytest.fixture
-async def engine():
-    engine = make_engine(budget=16)
+@pytest.fixture(params=[1, 2], ids=["depth 1", "depth 2"])
+async def engine(request):
+    engine = make_engine(budget=16, queue_depth=request.param)
     await engine.start()
     yield engine
     assert engine.stats().num_used_blocks == engine.stats().num_running == 0

@@ -118,9 +118,9 @@ async def collect(engine, prompt, params, **options) -> list:
     return [output async for output in stream]
 
 
-@pytest.fixture
-async def engine():
-    engine = make_engine(budget=16)
+@pytest.fixture(params=[1, 2], ids=["depth 1", "depth 2"])
+async def engine(request):
+    engine = make_engine(budget=16, queue_depth=request.param)
     await engine.start()
     yield engine
     assert engine.stats().num_used_blocks == engine.stats().num_running == 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from streamllm.runner.executor import Executor
 from streamllm.runner.messages import (
     NewSequence,
     OutputRow,
@@ -137,3 +138,10 @@ def generate(
 def run_step(runner: ModelRunner, batch: ScheduledBatch) -> StepOutput:
     """One whole step, blocking."""
     return runner.step(batch)
+
+
+async def run_step_on(executor: Executor, batch: ScheduledBatch) -> StepOutput:
+    """One whole step on the running loop."""
+    step = executor.submit(batch)
+    step.sample()
+    return await step.output()

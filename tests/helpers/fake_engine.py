@@ -22,6 +22,7 @@ def make_engine(
     step_seconds: float = 0.0,
     windows: tuple[int | None, ...] = (None,),
     runner: type[FakeRunner] = FakeRunner,
+    queue_depth: int = 1,
     **settings,
 ) -> AsyncEngine:
     """An engine over the fake model, checking its blocks in every step.
@@ -29,6 +30,7 @@ def make_engine(
     Args:
         windows: of the model's layers.
         runner: the fake model.
+        queue_depth: steps in flight at once.
         settings: further fields of the configuration.
     """
     tokenizer = ByteTokenizer()
@@ -47,7 +49,7 @@ def make_engine(
         ),
         tokenizer=tokenizer,
         chat_template=ChatTemplate(tokenizer.chat_template, {}),
-        executor=FakeExecutor(model, step_seconds),
+        executor=FakeExecutor(model, step_seconds, queue_depth),
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         default_sampling={},

@@ -8,7 +8,9 @@ messages alone, and fails loudly if a message contradicts it, so that each test 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import time
+from collections import Counter
+from dataclasses import dataclass, field
 
 import numpy as np
 from helpers.byte_tokenizer import ByteTokenizer
@@ -98,12 +100,30 @@ def hidden_state(token_ids: list[int]) -> np.ndarray:
 
 @dataclass
 class _Slot:
+    """A sequence as the messages tell it, and what has been drawn for it, by position: a step may go on from
+    a token before the messages bring it."""
+
     sequence_id: int
     token_ids: list[int]
     block_ids: list[list[int]]
     num_computed: int
     choice_index: int
     num_logprobs: int | None
+    drawn: dict[int, int] = field(default_factory=dict)
+    assumed: dict[int, int] = field(default_factory=dict)
+
+    def hear_of(self, token_ids: list[int]) -> None:
+        for token_id in token_ids:
+            assumed = self.assumed.pop(len(self.token_ids), token_id)
+            assert token_id == assumed, "a step went on from another token"
+            self.token_ids.append(token_id)
+
+    def first(self, length: int) -> list[int]:
+        """The leading tokens: those it has heard of, then those drawn."""
+        for position in range(len(self.token_ids), length):
+            self.assumed[position] = self.drawn[position]
+        unheard = [self.drawn[position] for position in range(len(self.token_ids), length)]
+        return self.token_ids[:length] + unheard
 
 
 class FakeRunner:
@@ -127,6 +147,7 @@ class FakeRunner:
         self.memory: dict[int, dict[int, tuple[int, int]]] = {}
         self.written: set[tuple[int, int]] = set()
         self.batches: list[ScheduledBatch] = []
+        self.num_drawn: Counter[int] = Counter()
         self.pooler = Pooler()
 
     def step(self, batch: ScheduledBatch) -> StepOutput:
@@ -157,11 +178,14 @@ class FakeRunner:
         for output_row in batch.output_rows:
             row = self.slots[batch.rows[output_row.row].slot]
             state = self.slots[slot_of[output_row.sequence_id]]
-            assert state.token_ids == row.token_ids, "an output row of another sequence's tokens"
-            assert row.num_computed == len(row.token_ids)
+            assert row.num_computed >= len(row.token_ids)
+            token_ids = row.first(row.num_computed)
+            assert state.first(row.num_computed) == token_ids, "an output row of another sequence's tokens"
             state.num_computed = row.num_computed
-            output.token_ids.append([next_token(state.token_ids, state.choice_index)])
-            output.logprobs.append(self._logprobs(state))
+            state.drawn[len(token_ids)] = token_id = self.draw(token_ids, state.choice_index)
+            self.num_drawn[state.sequence_id] += 1
+            output.token_ids.append([token_id])
+            output.logprobs.append(self._logprobs(state, token_ids))
             output.errors.append(None)
         for prompt in batch.prompt_rows:
             row = batch.rows[prompt.row]
@@ -174,6 +198,10 @@ class FakeRunner:
         if batch.pool_rows:
             output.pooled = self._pool(batch)
         return output
+
+    def draw(self, token_ids: list[int], choice_index: int) -> int:
+        """The token that follows ``token_ids``."""
+        return next_token(token_ids, choice_index)
 
     def _pool(self, batch: ScheduledBatch) -> list[np.ndarray | str | None]:
         """By the real pooler, over the fake hidden states of the whole step."""
@@ -188,10 +216,10 @@ class FakeRunner:
             assert pooled.complete == (end == len(token_ids))
         return self.pooler.pool(batch, start, hidden)
 
-    def _logprobs(self, state: _Slot) -> list[TokenLogprobs] | None:
+    def _logprobs(self, state: _Slot, token_ids: list[int]) -> list[TokenLogprobs] | None:
         if state.num_logprobs is None:
             return None
-        top = ranked_tokens(state.token_ids, state.num_logprobs)
+        top = ranked_tokens(token_ids, state.num_logprobs)
         return [TokenLogprobs(-0.5, 1, [token for token, _ in top], [logprob for _, logprob in top])]
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
@@ -202,14 +230,15 @@ class FakeRunner:
     def _advance(self, row) -> None:
         """Write the chunk into its blocks: what a position holds is all tokens up to there."""
         state = self.slots[row.slot]
-        state.token_ids += row.new_token_ids
+        state.hear_of(row.new_token_ids)
         for group, first, block_ids in row.block_updates:
             assert first <= len(state.block_ids[group])
             state.block_ids[group][first:] = block_ids
         assert row.num_computed_tokens == state.num_computed
         assert row.num_tokens > 0
         end = state.num_computed + row.num_tokens
-        assert end <= len(state.token_ids)
+        assert end <= len(state.token_ids) or row.num_tokens == 1
+        token_ids = state.first(end)
         for position in range(state.num_computed, end):
             for group, blocks in enumerate(state.block_ids):
                 block = blocks[position // self.block_size]
@@ -218,45 +247,68 @@ class FakeRunner:
                 assert where not in self.written, "two sequences write one slot"
                 self.written.add(where)
                 content = self.memory.setdefault(block, {})
-                content[position % self.block_size] = (group, hash(tuple(state.token_ids[: position + 1])))
+                content[position % self.block_size] = (group, hash(tuple(token_ids[: position + 1])))
         state.num_computed = end
 
     def _check_context(self, state: _Slot) -> None:
         """Everything that the sequence attends to is what it should be, whoever wrote it."""
+        token_ids = state.first(state.num_computed)
         for group, (blocks, window) in enumerate(zip(state.block_ids, self.windows, strict=True)):
             first = 0 if window is None else max(state.num_computed - window, 0)
             for position in range(first, state.num_computed):
                 found = self.memory[blocks[position // self.block_size]].get(position % self.block_size)
-                assert found == (group, hash(tuple(state.token_ids[: position + 1]))), (
-                    f"position {position} of {state.token_ids} reads another content"
+                assert found == (group, hash(tuple(token_ids[: position + 1]))), (
+                    f"position {position} of {token_ids} reads another content"
                 )
 
 
 class FakeExecutor:
     """The executor's interface over :class:`FakeRunner`, with faults on request.
 
+    A step is computed as it is submitted, and returns when those before it have.
+
     Args:
-        step_seconds: how long a forward takes.
+        step_seconds: how long a step takes.
+        queue_depth: steps that may be in flight at once.
+
+    Attributes:
+        fail_next: what the next steps to return raise, one each.
     """
 
-    def __init__(self, runner: FakeRunner, step_seconds: float = 0.0) -> None:
+    def __init__(self, runner: FakeRunner, step_seconds: float = 0.0, queue_depth: int = 1) -> None:
         self.runner = runner
         self.step_seconds = step_seconds
+        self.queue_depth = queue_depth
         self.fail_next: list[Exception] = []
         self.closed = False
-        self._output: StepOutput | None = None
+        self.num_in_flight = 0
+        self.free_at = 0.0
 
-    def submit(self, batch: ScheduledBatch) -> None:
-        self._output = self.runner.step(batch)
-
-    async def forward_done(self) -> None:
-        await asyncio.sleep(self.step_seconds)
-        if self.fail_next:
-            raise self.fail_next.pop(0)
-
-    async def sample(self, masks=None) -> StepOutput:
-        assert self._output is not None
-        return self._output
+    def submit(self, batch: ScheduledBatch) -> FakeStep:
+        assert self.num_in_flight < self.queue_depth
+        self.num_in_flight += 1
+        return FakeStep(self, self.runner.step(batch))
 
     def close(self) -> None:
         self.closed = True
+
+
+class FakeStep:
+    """A step of :class:`FakeExecutor`."""
+
+    def __init__(self, executor: FakeExecutor, output: StepOutput) -> None:
+        self.exclusive = executor.queue_depth == 1
+        self._executor = executor
+        self._output = output
+        self._done_at = executor.free_at = max(executor.free_at, time.monotonic()) + executor.step_seconds
+
+    def sample(self, masks=None) -> None:
+        pass
+
+    async def output(self) -> StepOutput:
+        executor = self._executor
+        await asyncio.sleep(max(self._done_at - time.monotonic(), 0) if executor.step_seconds else 0)
+        executor.num_in_flight -= 1
+        if executor.fail_next:
+            raise executor.fail_next.pop(0)
+        return self._output

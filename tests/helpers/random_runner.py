@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from helpers.cpu_as_gpu import new_runner
 from helpers.drive import GREEDY
 
 from streamllm.models.model_config import ModelConfig, RopeConfig
@@ -77,7 +78,7 @@ def make_runner(checkpoint=None, config: ModelConfig = CONFIG, **changes) -> Mod
         "progress": False,
         **changes,
     }
-    return ModelRunner(config, checkpoint or RandomCheckpoint(config), **settings)
+    return new_runner(config, checkpoint or RandomCheckpoint(config), **settings)
 
 
 def new_sequence(slot: int, tokens: list[int], blocks: list[int], params=GREEDY, **changes) -> NewSequence:

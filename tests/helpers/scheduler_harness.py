@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 
 from helpers.byte_tokenizer import ByteTokenizer
@@ -16,6 +17,8 @@ from streamllm.engine.request import Request, Sequence
 from streamllm.engine.scheduler import Scheduler
 from streamllm.engine.step import Limits
 from streamllm.outputs import RequestMetrics
+from streamllm.runner.messages import ScheduledBatch, StepOutput
+from streamllm.runner.token_rules import TokenRules
 from streamllm.sampling_params import BeamSearchParams, SamplingParams
 
 EOS = 0
@@ -35,12 +38,17 @@ class Harness:
         windows: tuple[int | None, ...] = (None,),
         prefix_caching: bool = True,
         debug: bool = True,
+        queue_depth: int = 1,
         **limits,
     ):
         self.pool = BlockPool(num_blocks, block_size, debug=debug)
         self.scheduler = Scheduler(
-            self.pool, Limits(max_num_seqs, budget, **{"watermark": 0.01, **limits}), debug=debug
+            self.pool,
+            Limits(max_num_seqs, budget, queue_depth=queue_depth, **{"watermark": 0.01, **limits}),
+            debug=debug,
         )
+        self.in_flight: deque[tuple[ScheduledBatch, StepOutput]] = deque()
+        self.doomed: set[int] = set()
         self.runner = FakeRunner(block_size=block_size, max_num_batched_tokens=budget, windows=windows)
         self.windows = windows
         self.max_model_len = max_model_len
@@ -55,6 +63,7 @@ class Harness:
         priority: int = 0,
         salt: str | None = None,
         prompt_only: bool = False,
+        rules: TokenRules | None = None,
         **params,
     ) -> Request:
         """Queue a request; ``beam_width`` among ``params`` makes it a beam search."""
@@ -80,6 +89,7 @@ class Harness:
             hash_seed=seed,
             beams=beams,
             prompt_only=prompt_only,
+            rules=rules,
         )
         if request.params.prompt_logprobs is not None:
             request.prompt_logprobs = PromptLogprobs(prompt, request.params.prompt_logprobs, ByteTokenizer())
@@ -106,14 +116,45 @@ class Harness:
             self.scheduler.finish(sequence, "abort")
 
     def step(self, between=lambda: None) -> bool:
-        """One step; ``between`` runs while it is in flight. False when there is nothing to do."""
-        batch = self.scheduler.schedule()
-        if batch is None:
+        """Submits as many steps as the queue takes; ``between`` runs while they are in flight; then the
+        oldest returns. False when there is nothing to do."""
+        self.submit()
+        if not self.in_flight:
             return False
-        output = self.runner.step(batch)
         between()
-        self.events.append(self.scheduler.update(batch, output))
+        self.land()
         return True
+
+    def submit(self) -> None:
+        """Submits as many steps as the queue takes."""
+        depth = self.scheduler.limits.queue_depth
+        while len(self.in_flight) < depth and (batch := self.scheduler.schedule()) is not None:
+            self.in_flight.append((batch, self.runner.step(batch)))
+
+    def land(self) -> None:
+        """The oldest step returns."""
+        batch, output = self.in_flight.popleft()
+        if batch.step in self.doomed:
+            self.scheduler.drop_step(batch)
+        else:
+            self.events.append(self.scheduler.update(batch, output))
+
+    def fail(self) -> None:
+        """The oldest step raises, and with it all that are in flight."""
+        batch, _ = self.in_flight.popleft()
+        if batch.step in self.doomed:
+            self.scheduler.drop_step(batch)
+            return
+        self.events.append(self.scheduler.fail_step(batch, "it broke"))
+        for update in self.events[-1]:
+            for sequence in update.sequence.request.sequences:
+                self.scheduler.finish(sequence, "error")
+        self.doomed.update(later.step for later, _ in self.in_flight)
+
+    def num_wasted(self, request: Request) -> list[int]:
+        """Tokens of each sequence that were drawn and dropped."""
+        drawn = self.runner.num_drawn
+        return [drawn[s.sequence_id] - s.num_output_tokens for s in request.sequences]
 
     def run(self) -> None:
         steps = 0

@@ -1,4 +1,4 @@
-"""The Llama families against transformers, on both backends, and against themselves bit for bit."""
+"""The Llama families against transformers, on all backends, and against themselves bit for bit."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from helpers.cpu_as_gpu import new_runner
 from helpers.drive import generate
 
 from streamllm.errors import ModelLoadError
@@ -89,7 +90,7 @@ def make_runner(files: ModelFiles, config: ModelConfig, **changes) -> ModelRunne
         "progress": False,
         **changes,
     }
-    return ModelRunner(config, open_checkpoint(files, config), **settings)
+    return new_runner(config, open_checkpoint(files, config), **settings)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def assert_same_choice(expected: np.ndarray, token: int) -> None:
     assert expected.max() - expected[token] < 1e-4
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("backend", ["torch", "cpu", "gpu", "gpu-graphs"])
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"llama-dynamic"}))
 def test_logits_equal_transformers(pair_of, name, backend):
     pair = pair_of(name)
@@ -127,7 +128,7 @@ def test_logits_equal_transformers(pair_of, name, backend):
     runner.close()
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("backend", ["torch", "cpu", "gpu", "gpu-graphs"])
 def test_dynamic_rope_equals_transformers_generate(pair_of, backend):
     """Keys keep the angles of the length that they were computed at, so only ``generate`` is comparable."""
     pair = pair_of("llama-dynamic")

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamllm.ops.kv_cache import KVCache
-from streamllm.ops.step_inputs import SamplingBuffers, StepInputs
+from streamllm.ops.step_inputs import UNKNOWN_TOKEN, SamplingBuffers, StepInputs
 from streamllm.runner.batch_state import BatchState
 from streamllm.runner.messages import NewSequence, OutputRow, ScheduledBatch, ScheduledRow
+from streamllm.runner.sampler import RowEdits
+from streamllm.runner.token_rules import TokenRules
 from streamllm.sampling_params import SamplingParams
 
 BLOCK = 16
@@ -198,3 +200,34 @@ def test_several_outputs_may_draw_from_one_row():
     state.fill_outputs(batch, inputs, sampling)
     assert inputs.output_rows[:3].tolist() == [2, 2, 2]
     assert sampling.choice[:3].tolist() == [0, 1, 2]
+
+
+def test_a_token_that_is_being_drawn_is_unknown_and_counts():
+    """With a queue of steps: the row's id is the backend's affair; slots stand in for block tables."""
+    state, inputs, sampling = BatchState(3, GROUPS, queued=True), make_inputs(), SamplingBuffers.allocate(3)
+    rules = TokenRules(held_back_ids=np.array([7], np.int32), min_tokens=2)
+    sequences = [new_sequence(1, [1, 2, 3], [0], rules=rules), new_sequence(2, [4], [1])]
+    batch = ScheduledBatch(
+        0,
+        new_sequences=sequences,
+        rows=[ScheduledRow(2, 0, 1, [], []), ScheduledRow(1, 0, 3, [], [])],
+        output_rows=[OutputRow(1, 101)],
+    )
+    banned = []
+    for step in range(4):
+        if step:
+            # One step behind: what was drawn in the last one but one is told now.
+            row = ScheduledRow(1, 2 + step, 1, [30 + step - 1] if step > 1 else [], [])
+            batch = ScheduledBatch(step, rows=[row], output_rows=[OutputRow(0, 101)])
+        state.update(batch)
+        state.fill(batch, inputs)
+        state.fill_outputs(batch, inputs, sampling)
+        if step:
+            assert inputs.token_ids[: inputs.num_tokens].tolist() == [UNKNOWN_TOKEN]
+        assert sampling.position[0] == step
+        assert inputs.slots[: inputs.num_sequences].tolist() == [row.slot for row in batch.rows]
+        assert inputs.output_slots[0] == 1
+        assert not inputs.block_tables.any()
+        banned.append(RowEdits.at(int(sampling.edits[0])).banned_ids.tolist())
+    assert state.token_ids(1) == [1, 2, 3, 31, 32]
+    assert banned == [[7], [7], [], []]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from helpers.drive import run_step
+from helpers.drive import run_step, run_step_on
 from helpers.random_runner import make_runner, new_sequence, step_of
 
 from streamllm.runner.executor import Executor
@@ -16,15 +16,14 @@ from streamllm.runner.messages import ScheduledBatch, ScheduledRow
 async def test_steps_give_what_the_runner_gives(backend):
     expected = run_step(make_runner(backend=backend), step_of(new_sequence(0, [1, 2, 3], [0])))
     executor = Executor(make_runner(backend=backend))
-    await executor.forward(step_of(new_sequence(0, [1, 2, 3], [0])))
-    assert await executor.sample() == expected
-    for step in range(1, 20):
-        executor.submit(
-            ScheduledBatch(step, finished_slots=[0], **fields(step_of(new_sequence(0, [1, 2, 3], [step]))))
-        )
-        await asyncio.sleep(0.002 * (step % 2))  # sometimes it is done before anyone waits
-        await executor.forward_done()
-        assert await executor.sample() == expected
+    assert await run_step_on(executor, step_of(new_sequence(0, [1, 2, 3], [0]))) == expected
+    for number in range(1, 20):
+        again = fields(step_of(new_sequence(0, [1, 2, 3], [number])))
+        step = executor.submit(ScheduledBatch(number, finished_slots=[0], **again))
+        assert step.exclusive
+        await asyncio.sleep(0.002 * (number % 2))  # sometimes the forward is done before anyone waits
+        step.sample()
+        assert await step.output() == expected
     executor.close()
 
 
@@ -34,23 +33,22 @@ def fields(batch: ScheduledBatch) -> dict:
 
 async def test_a_step_without_rows_or_outputs_is_complete_at_once():
     executor = Executor(make_runner())
-    await executor.forward(ScheduledBatch(0, finished_slots=[1]))
-    assert (await executor.sample()).token_ids == []
+    assert (await run_step_on(executor, ScheduledBatch(0, finished_slots=[1]))).token_ids == []
     prefill = step_of(new_sequence(0, [1, 2, 3], [0]))
     prefill.output_rows = []
-    await executor.forward(prefill)
-    assert (await executor.sample()).token_ids == []
+    assert (await run_step_on(executor, prefill)).token_ids == []
     executor.close()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", ["cpu", "torch", "gpu", "gpu-graphs"])
 async def test_an_error_surfaces_and_the_next_step_runs(backend):
     executor = Executor(make_runner(backend=backend))
-    executor.submit(ScheduledBatch(0, rows=[ScheduledRow(3, 0, 1, [], [])]))
+    step = executor.submit(ScheduledBatch(0, rows=[ScheduledRow(3, 0, 1, [], [])]))
+    step.sample()
     with pytest.raises(ValueError, match="slot 3 is scheduled but holds no sequence"):
-        await executor.forward_done()
-    await executor.forward(step_of(new_sequence(0, [1, 2, 3], [0])))
-    assert len((await executor.sample()).token_ids[0]) == 1
+        await step.output()
+    output = await run_step_on(executor, step_of(new_sequence(0, [1, 2, 3], [0])))
+    assert len(output.token_ids[0]) == 1
     executor.close()
 
 
@@ -65,17 +63,18 @@ async def test_an_error_of_the_running_phase_surfaces(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(executor.runner._backend, "wait", failing_wait)
         with pytest.raises(RuntimeError, match="the kernel failed"):
-            await executor.forward(step_of(new_sequence(0, [1, 2, 3], [0])))
-    await executor.forward(step_of(new_sequence(1, [1, 2, 3], [1]), step=1))
-    assert len((await executor.sample()).token_ids[0]) == 1
+            await run_step_on(executor, step_of(new_sequence(0, [1, 2, 3], [0])))
+    output = await run_step_on(executor, step_of(new_sequence(1, [1, 2, 3], [1]), step=1))
+    assert len(output.token_ids[0]) == 1
     executor.close()
 
 
 async def test_the_loop_stays_free_during_a_step():
     runner = make_runner(max_num_batched_tokens=2048, num_blocks=128, max_model_len=2048, threads=1)
     executor = Executor(runner)
-    executor.submit(step_of(new_sequence(0, [1] * 2000, list(range(125)))))
-    waiter = asyncio.ensure_future(executor.forward_done())
+    step = executor.submit(step_of(new_sequence(0, [1] * 2000, list(range(125)))))
+    step.sample()
+    waiter = asyncio.ensure_future(step.output())
     ticks = 0
     while not waiter.done():
         await asyncio.sleep(0)
@@ -87,12 +86,12 @@ async def test_the_loop_stays_free_during_a_step():
 
 async def test_a_cancelled_wait_does_not_lose_the_step():
     executor = Executor(make_runner())
-    executor.submit(step_of(new_sequence(0, [1] * 60, [0, 1, 2, 3])))
-    waiter = asyncio.ensure_future(executor.forward_done())
+    step = executor.submit(step_of(new_sequence(0, [1] * 60, [0, 1, 2, 3])))
+    step.sample()
+    waiter = asyncio.ensure_future(step.output())
     await asyncio.sleep(0)
     waiter.cancel()
-    await executor.forward_done()
-    assert len((await executor.sample()).token_ids[0]) == 1
+    assert len((await step.output()).token_ids[0]) == 1
     executor.submit(ScheduledBatch(1, finished_slots=[0]))
     executor.close()
 
@@ -101,8 +100,7 @@ def test_one_executor_serves_loop_after_loop():
     executor = Executor(make_runner())
 
     async def one_step(slot: int) -> list[list[int]]:
-        await executor.forward(step_of(new_sequence(slot, [1, 2, 3], [slot])))
-        return (await executor.sample()).token_ids
+        return (await run_step_on(executor, step_of(new_sequence(slot, [1, 2, 3], [slot])))).token_ids
 
     assert asyncio.run(one_step(0)) == asyncio.run(one_step(1))
     executor.close()

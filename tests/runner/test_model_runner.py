@@ -15,7 +15,7 @@ from streamllm.runner.model_runner import NOT_FINITE, ModelRunner
 from streamllm.sampling_params import SamplingParams
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", ["cpu", "torch", "gpu", "gpu-graphs"])
 def test_a_preempted_sequence_continues_as_if_nothing_happened(backend):
     """It comes back with its output so far, in another slot and other blocks; the random counter goes on."""
     params = SamplingParams(temperature=1.0, seed=5, logprobs=2)
@@ -64,7 +64,7 @@ def test_only_output_rows_have_logits_and_only_wanted_ones_logprobs():
     assert (plain.token_ids, plain.logprobs, plain.errors) == ([], [], [])
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", ["cpu", "torch", "gpu", "gpu-graphs"])
 def test_logits_that_are_not_finite_are_an_error_of_that_row_only(backend):
     checkpoint = RandomCheckpoint(CONFIG)
     checkpoint.tensors["model.embed_tokens.weight"][13] = np.nan
@@ -88,7 +88,7 @@ def vars_of(batch: ScheduledBatch) -> dict:
     return {"new_sequences": batch.new_sequences, "rows": batch.rows, "output_rows": batch.output_rows}
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", ["cpu", "torch", "gpu", "gpu-graphs"])
 def test_ids_beyond_the_tokenizer_are_never_sampled(backend):
     checkpoint = RandomCheckpoint(CONFIG)
     checkpoint.tensors["model.embed_tokens.weight"][60:] *= 50
@@ -150,8 +150,8 @@ def test_weights_larger_than_memory_are_refused():
 
 
 def test_settings_that_cannot_be_are_refused():
-    with pytest.raises(ConfigError, match="backend must be cpu or torch, got 'gpu'"):
-        make_runner(backend="gpu")
+    with pytest.raises(ConfigError, match="backend must be cpu or torch, got 'tpu'"):
+        make_runner(backend="tpu")
     with pytest.raises(ConfigError, match="block_size must be a positive multiple of 16"):
         make_runner(block_size=8)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.drive import GREEDY
+from helpers.drive import GREEDY, run_step_on
 from helpers.random_runner import CONFIG, RandomCheckpoint, make_runner, new_sequence, step_of
 
 from streamllm.runner import model_runner
@@ -41,7 +41,7 @@ def in_chunks(runner, prompt: list[int], ends: list[int], pooling: str, slot: in
     return pooled[0]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", ["cpu", "torch", "gpu", "gpu-graphs"])
 def test_last_is_the_last_row_and_mean_the_mean_of_all(backend):
     runner = make_runner(backend=backend)
     rows = [in_chunks(runner, PROMPT[:end], [end], "last") for end in range(1, len(PROMPT) + 1)]
@@ -94,7 +94,7 @@ def test_a_mean_that_has_not_begun_is_an_error():
         pooler.pool(batch, np.array([0, 4]), np.ones((4, 8), np.float32))
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", ["cpu", "torch", "gpu", "gpu-graphs"])
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_hidden_states_that_are_not_finite_fail_their_prompt_alone(backend, pooling):
     checkpoint = RandomCheckpoint(CONFIG)
@@ -106,7 +106,7 @@ def test_hidden_states_that_are_not_finite_fail_their_prompt_alone(backend, pool
     assert failed == HIDDEN_NOT_FINITE and np.isfinite(fine).all()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", ["cpu", "torch", "gpu", "gpu-graphs"])
 async def test_pooling_leaves_the_event_loop_where_it_is_much(backend, monkeypatch):
     def batch(step: int) -> ScheduledBatch:
         both = step_of(new_sequence(2 * step, PROMPT[:30], BLOCKS), new_sequence(2 * step + 1, [1], [4]))
@@ -114,11 +114,9 @@ async def test_pooling_leaves_the_event_loop_where_it_is_much(backend, monkeypat
         return both
 
     executor = Executor(make_runner(backend=backend))
-    await executor.forward(batch(0))
-    inline = await executor.sample()
+    inline = await run_step_on(executor, batch(0))
     monkeypatch.setattr(model_runner, "MANY_VALUES", 0)
-    await executor.forward(batch(1))
-    apart = await executor.sample()
+    apart = await run_step_on(executor, batch(1))
     np.testing.assert_array_equal(apart.pooled[0], inline.pooled[0])
     assert apart.token_ids == inline.token_ids
     executor.close()

@@ -37,7 +37,7 @@ def check(chunk, expected: np.ndarray, prompt: list[int], first: int, count: int
     np.testing.assert_allclose(chunk.top_logprobs, np.take_along_axis(expected[rows], order, 1), atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", ["cpu", "torch", "gpu", "gpu-graphs"])
 def test_every_token_is_judged_by_the_row_before_it(backend):
     expected = judged(PROMPT)
     runner = make_runner(backend=backend, max_num_batched_tokens=128)
@@ -80,7 +80,7 @@ def test_no_more_alternatives_than_tokens():
     np.testing.assert_allclose(np.exp(chunk.top_logprobs).sum(1), 1, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", ["cpu", "torch", "gpu", "gpu-graphs"])
 def test_logits_that_are_not_finite_fail_their_prompt_alone(backend):
     checkpoint = RandomCheckpoint(CONFIG)
     # The model reads token 7 as not a number.
@@ -94,7 +94,7 @@ def test_logits_that_are_not_finite_fail_their_prompt_alone(backend):
     assert failed == NOT_FINITE and np.isfinite(fine.logprobs).all()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", ["cpu", "torch", "gpu", "gpu-graphs"])
 def test_logits_and_draw_apart_give_what_they_give_together(backend):
     params = SamplingParams(temperature=1.0, seed=3, logprobs=2)
     together = run_step(
@@ -113,13 +113,13 @@ def test_logits_and_draw_apart_give_what_they_give_together(backend):
         assert runner.result() == whole == together
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", ["cpu", "torch", "gpu", "gpu-graphs"])
 async def test_slices_are_phases_of_the_executor(backend, monkeypatch):
     batch = step_of(new_sequence(0, PROMPT, BLOCKS))
     batch.prompt_rows = [PromptRows(0, 1, PROMPT[1:], 1)]
     expected = make_runner(max_num_batched_tokens=256).step(batch)
     executor = Executor(make_runner(backend=backend, max_num_batched_tokens=256))
-    await executor.forward(batch)
+    step = executor.submit(batch)
     submitted = []
     submit = executor.runner._backend.submit_sample
     monkeypatch.setattr(
@@ -127,7 +127,8 @@ async def test_slices_are_phases_of_the_executor(backend, monkeypatch):
         "submit_sample",
         lambda: submit() or submitted.append(executor.runner._inputs.num_outputs),
     )
-    output = await executor.sample()
+    step.sample()
+    output = await step.output()
     assert submitted == [64, 64, 21, 1]
     assert output.token_ids == expected.token_ids
     np.testing.assert_allclose(

@@ -28,7 +28,7 @@ def ours(logits: np.ndarray, tokens: list[int], num_prompt: int, rules: TokenRul
     if rules is not None:
         ids = array("i", tokens)
         sequence = SequenceRules(rules, ids, num_prompt, records[0])
-        sequence.refresh(ids)
+        sequence.refresh(ids, len(ids))
         sampling.edits[0] = records.ctypes.data
     native_sample(logits[None], VOCAB_SIZE, sampling)
     values = np.empty(VOCAB_SIZE, np.float32)

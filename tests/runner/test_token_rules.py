@@ -76,9 +76,9 @@ def test_growing_equals_starting_afresh_and_plain_counting(prompt, pieces, repet
     for piece in [[], *pieces]:
         tokens.extend(piece)
         growing.append(piece)
-        growing.refresh(tokens)
+        growing.refresh(tokens, len(tokens))
         fresh, fresh_records = start(rules, array("i", tokens), len(prompt))
-        fresh.refresh(tokens)
+        fresh.refresh(tokens, len(tokens))
         output = tokens.tolist()[len(prompt) :]
         expected = Counter(output)
         if repetition != 1.0:
@@ -155,3 +155,21 @@ def test_the_batch_state_hands_slots_on_without_leftovers():
     )
     assert sampling.edits[1] == 0 and sampling.allowed_mask[1] == 0
     assert RowEdits.at(int(sampling.edits[0])).seen_ids.tolist() == [9]
+
+
+@pytest.mark.parametrize(
+    ("rules", "they_do"),
+    [
+        ({}, False),
+        ({"bias_ids": ids(1), "bias_values": np.ones(1, np.float32)}, False),
+        ({"banned_ids": ids(1), "held_back_ids": ids(2), "min_tokens": 3}, False),
+        ({"allowed_mask": np.ones(1, np.uint32)}, False),
+        ({"repetition_penalty": 1.1}, True),
+        ({"frequency_penalty": 0.1}, True),
+        ({"presence_penalty": 0.1}, True),
+        ({"bad_words": {1: [(array("i", [1]), 2)]}}, True),
+        ({"processors": (lambda prompt, output, logits: logits,)}, True),
+    ],
+)
+def test_which_rules_ask_for_the_tokens_generated(rules, they_do):
+    assert TokenRules(**rules).depend_on_output == they_do

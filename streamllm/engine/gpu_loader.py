@@ -1,0 +1,276 @@
+"""From a configuration to a model runner on a GPU: find the GPU, load the weights, see what the largest step
+takes, and give the KV pool what is left."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from streamllm import machine
+from streamllm.config import AUTO_LENGTH, EngineConfig
+from streamllm.engine.memory import gib, longest_sequence, num_kv_blocks
+from streamllm.errors import ConfigError, ModelLoadError
+from streamllm.models.checkpoint import Checkpoint
+from streamllm.models.kv_layout import kv_layout
+from streamllm.models.model_config import ModelConfig
+from streamllm.models.weights import WeightMode, weight_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from streamllm.ops.gpu.kernels import GpuKernels
+    from streamllm.runner.graphs import GraphRecorder
+    from streamllm.runner.model_runner import ModelRunner
+
+logger = logging.getLogger("streamllm.engine")
+
+INSTALL = "pip install 'streamllm[gpu]'"
+OLDEST_CAPABILITY = (8, 0)
+GRAPH_BYTES = 3 * 2**20
+"""What the launches of one forward take as a graph, besides activations: a generous guess."""
+
+
+class DeviceMemory(Protocol):
+    """Memory of a GPU, in bytes."""
+
+    def total(self) -> int: ...
+
+    def free(self) -> int: ...
+
+    def peak_of(self, work: Callable[[], None]) -> int:
+        """The most that ``work`` takes at a time beyond what is taken already."""
+
+
+@dataclass(frozen=True)
+class GpuTarget:
+    """Where a model runs, and with what; tests describe a CPU instead."""
+
+    name: str
+    device: torch.device
+    kernels: GpuKernels
+    memory: DeviceMemory
+    recorder: GraphRecorder | None
+
+
+class CudaMemory:
+    """The protocol :class:`DeviceMemory`, of a GPU."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def total(self) -> int:
+        import torch
+
+        return torch.cuda.mem_get_info(self._device)[1]
+
+    def free(self) -> int:
+        import torch
+
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def peak_of(self, work: Callable[[], None]) -> int:
+        import torch
+
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        work()
+        torch.cuda.synchronize(self._device)
+        peak = torch.cuda.max_memory_allocated(self._device) - before
+        gc.collect()
+        torch.cuda.empty_cache()
+        return peak
+
+
+def find_gpu(config: EngineConfig) -> GpuTarget:
+    """The GPU that is used.
+
+    Raises:
+        ConfigError: one line: there is none, or what is needed to use it is not installed.
+    """
+    gpus = machine.gpus()
+    if not gpus:
+        raise ConfigError(
+            "--backend cuda needs an NVIDIA GPU, and CUDA's driver shows none here (nvidia-smi lists what it "
+            "shows); leave the flag out to run on the CPU."
+        )
+    if gpus[0].compute_capability < OLDEST_CAPABILITY:
+        raise ConfigError(
+            f"--backend cuda needs a GPU of compute capability 8.0 or later (A100, RTX 30 and newer); "
+            f"{gpus[0].name} has {'.'.join(map(str, gpus[0].compute_capability))}. Use --backend cpu."
+        )
+    if not machine.has_cuda_torch():
+        raise ConfigError(
+            f"--backend cuda needs the extra gpu, whose torch for CUDA is not installed: {INSTALL}; or use "
+            "--backend cpu."
+        )
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"torch {torch.__version__} cannot use {gpus[0].name}: it is built for CUDA "
+            f"{torch.version.cuda or '(none)'}, the driver supports {_driver_version()}. Update the driver, "
+            "or use --backend cpu."
+        )
+    from streamllm.ops.gpu.dispatch import choose_kernels
+    from streamllm.runner.graphs import CudaGraphRecorder
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    recorder = None if config.enforce_eager else CudaGraphRecorder()
+    chosen = choose_kernels(device)
+    logger.info("%s kernels: %s", chosen.choice.name, chosen.choice.why)
+    return GpuTarget(gpus[0].name, device, chosen.kernels, CudaMemory(device), recorder)
+
+
+def activation_dtype(config: EngineConfig, checkpoint: Checkpoint) -> str:
+    """``"float32"``, ``"float16"`` or ``"bfloat16"``: what the flag asks for, or the dtype of the weights if
+    that is a 16-bit one, or bfloat16, which never overflows where float32 does not."""
+    if config.dtype != "auto":
+        return {"float": "float32", "half": "float16"}.get(config.dtype, config.dtype)
+    stored = checkpoint.format("model.layers.0.self_attn.q_proj.weight")
+    return stored if stored in ("float16", "bfloat16") else "bfloat16"
+
+
+def cache_dtype(config: EngineConfig, activations: str) -> str:
+    """
+    Raises:
+        ConfigError: there are no kernels for the pair.
+    """
+    wanted = config.kv_cache_dtype
+    if wanted in ("fp8", "fp8_e4m3"):
+        return "fp8"
+    if wanted not in ("auto", activations):
+        raise ConfigError(
+            f"--kv-cache-dtype {wanted} does not go with {activations} activations on a GPU; use auto (which "
+            f"is {activations}) or fp8."
+        )
+    return activations
+
+
+def load_on_gpu(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    checkpoint: Checkpoint,
+    *,
+    sampled_vocab_size: int,
+    progress: bool,
+    target: GpuTarget | None = None,
+) -> tuple[ModelRunner, str]:
+    """A runner with its weights and KV pool on a GPU, and what to call that.
+
+    Raises:
+        ConfigError: a flag cannot be honoured here.
+        ModelLoadError: the model is not supported, or memory is too small for its weights.
+    """
+    target = target or find_gpu(config)
+    import torch
+
+    from streamllm.ops.gpu.device_kv_cache import device_kv_bytes_per_block
+    from streamllm.ops.gpu.gpu_ops import DTYPES
+    from streamllm.runner.backends import LoadedModel, load_model
+    from streamllm.runner.gpu_backend import GpuBackend
+    from streamllm.runner.model_runner import ModelRunner, check_supported
+
+    check_supported(model_config)
+    dtype = activation_dtype(config, checkpoint)
+    kv_cache_dtype = cache_dtype(config, dtype)
+    weight_mode: WeightMode = "float32" if config.exact else "packed"
+    available = target.memory.free()
+    _check_weights_fit(checkpoint, weight_mode, DTYPES[dtype].itemsize, available)
+    backend = GpuBackend(
+        target.kernels, target.device, DTYPES[dtype], recorder=target.recorder, progress=progress
+    )
+    try:
+        loaded = load_model(model_config, backend, checkpoint, progress, weight_mode)
+    except torch.OutOfMemoryError as error:
+        raise ModelLoadError(
+            f"Not enough memory on the GPU for the weights ({gib(available)} were free); take a smaller "
+            "model or quantised weights."
+        ) from error
+    taken = max(available - target.memory.free(), backend.ops.weight_bytes)
+
+    def runner(loaded: LoadedModel, num_blocks: int, max_model_len: int) -> ModelRunner:
+        return ModelRunner(
+            model_config,
+            checkpoint,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            kv_cache_dtype=kv_cache_dtype,
+            max_model_len=max_model_len,
+            threads=1,
+            sampled_vocab_size=sampled_vocab_size,
+            loaded=loaded,
+        )
+
+    def run_largest_step() -> None:
+        trial = GpuBackend(target.kernels, target.device, DTYPES[dtype])
+        limit = config.max_model_len
+        longest = model_config.context_length
+        if limit is not None and limit != AUTO_LENGTH:
+            longest = min(limit, longest)
+        trial_runner = runner(LoadedModel(loaded.family, trial, loaded.model), 1, longest)
+        trial.run_largest_step()
+        trial_runner.close()
+
+    step_bytes = target.memory.peak_of(run_largest_step)
+    bytes_per_block = device_kv_bytes_per_block(
+        kv_layout(model_config.layer_windows).layers_per_block,
+        model_config.num_kv_heads,
+        model_config.head_dim,
+        config.block_size,
+        kv_cache_dtype,
+    )
+    num_blocks = num_kv_blocks(
+        config,
+        bytes_per_block=bytes_per_block,
+        weight_bytes=taken + step_bytes + _graph_bytes(config, target.recorder, step_bytes),
+        available=available,
+        total=target.memory.total(),
+    )
+    max_model_len = longest_sequence(
+        config,
+        model_limit=model_config.context_length,
+        num_blocks=num_blocks,
+        windows=kv_layout(model_config.layer_windows).windows,
+    )
+    place = f"{dtype} on {target.name}, {target.kernels.name} kernels"
+    return runner(loaded, num_blocks, max_model_len), place
+
+
+def _check_weights_fit(
+    checkpoint: Checkpoint, weight_mode: WeightMode, itemsize: int, available: int
+) -> None:
+    """Refuses at once what would fail after minutes of loading."""
+    from streamllm.ops.gpu.quantized_matrix import PACKED_FORMATS
+
+    needed = weight_bytes(checkpoint, PACKED_FORMATS, weight_mode, dense_itemsize=itemsize)
+    if needed > available:
+        raise ModelLoadError(
+            f"The weights need {gib(needed)} on the GPU and {gib(available)} are free: free memory there, or "
+            "take a smaller model or quantised weights."
+        )
+
+
+def _graph_bytes(config: EngineConfig, recorder: GraphRecorder | None, step_bytes: int) -> int:
+    """What graphs will take: they have memory of their own for the activations of the largest of them."""
+    if recorder is None:
+        return 0
+    from streamllm.runner.graphs import LARGEST_PIECEWISE, ladder
+
+    tokens = config.max_num_batched_tokens
+    largest = min(tokens, LARGEST_PIECEWISE)
+    num_graphs = len(ladder(min(config.max_num_seqs, tokens))) + len(ladder(largest))
+    return step_bytes * largest // tokens + num_graphs * GRAPH_BYTES
+
+
+def _driver_version() -> str:
+    version = machine.cuda_driver_version()
+    return "none" if version is None else f"CUDA {version[0]}.{version[1]}"

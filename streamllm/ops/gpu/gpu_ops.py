@@ -1,0 +1,269 @@
+"""The operations of :class:`streamllm.ops.Ops` on torch tensors of a device, over hand-written kernels.
+
+Every operation is launched as a closure over tensors that were allocated before: a CUDA graph captures what
+it launches, and a test can replay the closures instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from streamllm.errors import ModelLoadError
+from streamllm.ops import Attention, RMSNorm
+from streamllm.ops.gpu.device_inputs import DeviceBatch
+from streamllm.ops.gpu.kernels import AttentionShape, GpuKernels
+from streamllm.ops.gpu.quantized_matrix import PACKED_FORMATS, QuantizedMatrix
+from streamllm.ops.stored_rows import StoredRows
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+"""Activations, and the formats of weights that are taken as they are."""
+
+Launch = Callable[[Callable[[], Any]], None]
+"""Runs an operation, or notes it too."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Attention of one layer from ``q`` to ``out``, ``[tokens, heads * head_dim]``."""
+
+    out: Tensor
+    q: Tensor
+    attention: Attention
+
+
+class DenseMatrix:
+    """A weight as its elements.
+
+    Attributes:
+        weight, bias: ``[n, k]``, and ``[n]`` or ``None``, in the activations' dtype.
+        shape: n and k.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        self.weight, self.bias = weight, bias
+        self.shape: tuple[int, int] = (weight.shape[0], weight.shape[1])
+        self._transposed = weight.t()
+        self._is_exact = weight.dtype == torch.float32 and weight.device.type == "cuda"
+
+    def gather(self, out: Tensor, ids: Tensor) -> None:
+        """``out = weight[ids]``."""
+        torch.index_select(self.weight, 0, ids, out=out)
+
+    def multiply(self, out: Tensor, x: Tensor) -> None:
+        """``out = x @ weight.T + bias``; ``out`` may be float32 where ``x`` is not.
+
+        In the exact mode (float32) a row's bits do not depend on the batch: cuBLAS picks its order of sums by
+        the batch's size.
+        """
+        if self._is_exact:
+            from streamllm.ops.gpu.triton_kernels.matmul import batch_invariant_linear
+
+            batch_invariant_linear(out, x, self.weight, self.bias)
+        elif out.dtype != x.dtype:
+            _multiply_wide(out, x, self._transposed)
+            if self.bias is not None:
+                out += self.bias
+        elif self.bias is None:
+            torch.mm(x, self._transposed, out=out)
+        else:
+            torch.addmm(self.bias, x, self._transposed, out=out)
+
+
+class WeightMatrix(Protocol):
+    """What a product with a weight needs: dense, or quantised."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows ``n`` and columns ``k``."""
+
+    def gather(self, out: Tensor, ids: Tensor) -> None: ...
+
+    def multiply(self, out: Tensor, x: Tensor) -> None: ...
+
+
+class GpuOps:
+    """Operations on one device (the protocol :class:`streamllm.ops.Ops`).
+
+    A batch is a :class:`DeviceBatch`.
+
+    Args:
+        kernels: everything but products.
+        device: where weights and activations lie.
+        dtype: of the activations; float32 is the exact mode.
+
+    Attributes:
+        launch: runs each operation.
+        split: takes each layer's attention instead of its being computed (the pieces of a graph).
+    """
+
+    packed_formats: frozenset[str] = frozenset(DTYPES) | PACKED_FORMATS
+
+    def __init__(self, kernels: GpuKernels, device: torch.device, dtype: torch.dtype):
+        self.kernels = kernels
+        self.device = device
+        self.dtype = dtype
+        self.weight_bytes = 0
+        self.launch: Launch = _run
+        self.split: Callable[[AttentionCall], None] | None = None
+        self._product_dtype = dtype
+
+    def with_float32_products(self) -> GpuOps:
+        """The same operations, but products come out in float32: for logits."""
+        ops = GpuOps(self.kernels, self.device, self.dtype)
+        ops._product_dtype = torch.float32
+        return ops
+
+    # -- weights -------------------------------------------------------------------------------------------
+
+    def matrix(
+        self,
+        rows: int,
+        columns: int,
+        parts: Iterable[np.ndarray | StoredRows],
+        bias: np.ndarray | None = None,
+    ) -> WeightMatrix:
+        parts = list(parts)
+        bias_vector = None if bias is None else self.vector(bias)
+        if any(isinstance(part, StoredRows) and part.format in PACKED_FORMATS for part in parts):
+            matrix = QuantizedMatrix.from_parts(rows, columns, parts, self.device, self.dtype, bias_vector)
+            self.weight_bytes += matrix.nbytes
+            return matrix
+        weight = self._allocate(rows, columns)
+        first_row = 0
+        for part in parts:
+            values = _dense_rows(part)
+            weight[first_row : first_row + len(values)] = values.to(self.device)
+            first_row += len(values)
+        if first_row != rows:
+            raise ValueError(f"the parts of a weight [{rows}, {columns}] have {first_row} rows")
+        self.weight_bytes += weight.nbytes
+        return DenseMatrix(weight, None if bias_vector is None else bias_vector.to(self.dtype))
+
+    def vector(self, values: np.ndarray) -> Tensor:
+        vector = torch.tensor(values, dtype=torch.float32, device=self.device)
+        self.weight_bytes += vector.nbytes
+        return vector
+
+    def _allocate(self, rows: int, columns: int) -> Tensor:
+        try:
+            return torch.empty(rows, columns, dtype=self.dtype, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise ModelLoadError(
+                f"Not enough memory on {self.device} for the model's weights: it is full after "
+                f"{self.weight_bytes / 2**30:.2f} GiB of them. Take a smaller model, one with quantised "
+                "weights, or a GPU with more memory."
+            ) from error
+
+    # -- operations ----------------------------------------------------------------------------------------
+
+    def embedding(self, batch: DeviceBatch, weight: WeightMatrix) -> Tensor:
+        out = self._new(batch.num_tokens, weight.shape[1])
+        self.launch(lambda: weight.gather(out, batch.token_ids))
+        return out
+
+    def rms_norm(self, x: Tensor, norm: RMSNorm, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(x)
+        self.launch(lambda: self.kernels.rms_norm(out, x, norm.weight, norm.eps, residual))
+        return out, x if residual is None else residual
+
+    def linear(self, x: Tensor, weight: WeightMatrix) -> Tensor:
+        out = self._new(x.shape[0], weight.shape[0], self._product_dtype)
+        self.launch(lambda: weight.multiply(out, x))
+        return out
+
+    def rotary_and_cache(self, qkv: Tensor, batch: DeviceBatch, attention: Attention) -> Tensor:
+        group, shape = batch.groups[attention.group], attention_shape(attention)
+        cache = batch.kv_cache.layer(attention.place)
+        norms = None
+        if attention.q_norm is not None and attention.k_norm is not None:
+            norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps)
+        self.launch(
+            lambda: self.kernels.rotary_and_cache(
+                qkv,
+                cache,
+                group.slot_mapping,
+                batch.rope_rows,
+                batch.rope_cos,
+                batch.rope_sin,
+                shape,
+                attention.rotary_dim,
+                norms,
+            )
+        )
+        return qkv[:, : attention.q_width]
+
+    def paged_attention(self, q: Tensor, batch: DeviceBatch, attention: Attention) -> Tensor:
+        out = self._new(q.shape[0], attention.q_width)
+        if self.split is None:
+            self.launch(lambda: self.attend(AttentionCall(out, q, attention), batch))
+        else:
+            self.split(AttentionCall(out, q, attention))
+        return out
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        out = self._new(x.shape[0], x.shape[1] // 2)
+        self.launch(lambda: self.kernels.act_and_mul(out, x, "silu"))
+        return out
+
+    def select_rows(self, x: Tensor, batch: DeviceBatch) -> Tensor:
+        out = self._new(len(batch.output_rows), x.shape[1])
+        self.launch(lambda: torch.index_select(x, 0, batch.output_rows, out=out))
+        return out
+
+    def attend(self, call: AttentionCall, batch: DeviceBatch) -> None:
+        """A layer's attention at once: sequences with one row each and those with more by a kernel each."""
+        out, q, attention = call.out, call.q, call.attention
+        group, shape = batch.groups[attention.group], attention_shape(attention)
+        cache = batch.kv_cache.layer(attention.place)
+        for work in group.decode_works:
+            self.kernels.paged_decode(out, q, cache, group.context, work, shape)
+        if len(batch.prefill_sequences):
+            self.kernels.paged_prefill(
+                out, q, cache, group.context, batch.prefill_sequences, batch.max_query_len, shape
+            )
+
+    def _new(self, rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(rows, width, dtype=dtype or self.dtype, device=self.device)
+
+
+def attention_shape(attention: Attention) -> AttentionShape:
+    """What the kernels need to know of a layer's attention."""
+    return AttentionShape(
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        scale=attention.scale,
+        window=attention.window,
+        soft_cap=attention.soft_cap,
+    )
+
+
+def _run(operation: Callable[[], Any]) -> None:
+    operation()
+
+
+def _dense_rows(part: np.ndarray | StoredRows) -> Tensor:
+    """A part of a weight as a tensor ``[rows, columns]`` in the dtype in which it is stored."""
+    if not isinstance(part, StoredRows):
+        return torch.tensor(part)
+    if part.format not in DTYPES:
+        raise ValueError(f"rows in the format {part.format} must be dequantised")
+    return torch.tensor(part.data).view(DTYPES[part.format])
+
+
+def _multiply_wide(out: Tensor, x: Tensor, weight: Tensor) -> None:
+    """``x @ weight`` of 16-bit operands, not rounded to 16 bits on its way to float32."""
+    if x.device.type == "cuda":
+        torch.mm(x, weight, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(x.float(), weight.float(), out=out)
