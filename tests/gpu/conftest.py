@@ -1,0 +1,28 @@
+"""Tests that need an NVIDIA GPU. They run on a bare machine (``loadtest/README.md`` tells how), or not at
+all: what can be tested without a GPU is tested elsewhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def _missing() -> str | None:
+    """Why nothing here can run."""
+    if not os.path.exists("/dev/nvidiactl"):
+        return "there is no NVIDIA GPU"
+    import torch
+
+    return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no GPU"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = [item for item in items if HERE in item.path.parents]
+    reason = _missing() if here else None
+    if reason:
+        for item in here:
+            item.add_marker(pytest.mark.skip(reason=reason))
