@@ -31,22 +31,35 @@ class LeanTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         timeouts = request.extensions.get("timeout", {})
         key = (request.url.host, request.url.port or 80)
-        head = _head(request)
-        body = await request.aread()
-        connection = self._take_idle(key)
-        if connection is None:
-            connection = await _connect(key, timeouts.get("connect"))
+        message = _head(request) + await request.aread()
         try:
-            connection.send(head + body)
-            await asyncio.wait_for(connection.head_received(), timeouts.get("read"))
+            connection = await self._exchange(key, message, timeouts)
         except asyncio.TimeoutError:
-            connection.close()
             raise httpx.ReadTimeout("the answer's head did not come in time", request=request) from None
-        except BaseException:
-            connection.close()
-            raise
         stream = _Body(connection, self._idle.setdefault(key, deque()))
         return httpx.Response(connection.status, headers=connection.headers, stream=stream)
+
+    async def _exchange(
+        self, key: tuple[str, int], message: bytes, timeouts: dict[str, float | None]
+    ) -> _Connection:
+        """Sends a request; gives the connection on which the head of its answer has come."""
+        while True:
+            connection = self._take_idle(key)
+            is_reused = connection is not None
+            if connection is None:
+                connection = await _connect(key, timeouts.get("connect"))
+            try:
+                connection.send(message)
+                await asyncio.wait_for(connection.head_received(), timeouts.get("read"))
+                return connection
+            except httpx.ReadError:
+                # The server may have closed an idle connection just when it was taken; then it has seen
+                # nothing of the request.
+                if not is_reused or connection.has_answered:
+                    raise
+            except BaseException:
+                connection.close()
+                raise
 
     def _take_idle(self, key: tuple[str, int]) -> _Connection | None:
         idle = self._idle.get(key)
@@ -93,6 +106,7 @@ class _Connection(asyncio.Protocol):
         self.keeps_alive = False
         self.complete = False
         self.chunks: list[bytes] = []
+        self.has_answered = False
         self._has_head = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -126,6 +140,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        self.has_answered = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:

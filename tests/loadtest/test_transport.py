@@ -99,6 +99,14 @@ async def test_a_connection_that_the_server_closed_is_not_used_again() -> None:
         assert len(connections) == 2
 
 
+async def test_a_connection_closed_just_as_it_is_taken_again_costs_nothing() -> None:
+    answer = [b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx"]
+    async with server(lambda head: answer, close=True) as (url, connections), client() as http:
+        # Nothing lets the loop see the end of the first connection before the second request is sent.
+        assert [(await http.get(url)).content for _ in range(5)] == [b"x"] * 5
+        assert len(connections) == 5
+
+
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
