@@ -17,6 +17,8 @@ from pathlib import Path
 
 ROOT = Path("/")
 CUDA_DRIVER = "libcuda.so.1"
+OLDEST_CAPABILITY = (8, 0)
+"""Compute capability from which on GPUs are used."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,10 @@ def gpus(driver: str = CUDA_DRIVER) -> list[Gpu]:
 
 @functools.cache
 def gpu_is_usable() -> bool:
-    """Whether there is a GPU, and a torch to use it with (which is not imported)."""
-    return bool(gpus()) and has_cuda_torch()
+    """Whether there is a GPU with the capability that is needed, and a torch to use it with (which is not
+    imported)."""
+    found = gpus()
+    return bool(found) and found[0].compute_capability >= OLDEST_CAPABILITY and has_cuda_torch()
 
 
 def has_cuda_torch() -> bool:

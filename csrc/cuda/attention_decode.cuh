@@ -74,7 +74,9 @@ class TileStream {
     const int position = first_position(lane_);
     const bool needed = lane_ < Shape::kTiles && position < context.range.end &&
                         position + Shape::kPositions > context.range.begin;
-    block_ = needed ? context.block_table[position / context.block_size] : -1;
+    const int block = needed ? context.block_table[position / context.block_size] : -1;
+    offset_ = block * context.block_bytes + position % context.block_size * row_bytes();
+    present_ = __ballot_sync(kAllLanes, block >= 0);
     const unsigned tiles = __ballot_sync(kAllLanes, needed);
     first_tile_ = tiles == 0 ? 0 : __ffs(tiles) - 1;
     end_tile_ = first_tile_ + __popc(tiles);
@@ -89,7 +91,7 @@ class TileStream {
   // The positions of a tile that are seen: none of a block that is no longer there, or of another tile.
   __device__ __forceinline__ Range rows(int tile) const {
     const int first = first_position(tile);
-    if (__shfl_sync(kAllLanes, block_, tile) < 0) return {0, 0};
+    if (!(present_ >> tile & 1u)) return {0, 0};
     return {max(context_.range.begin - first, 0), min(context_.range.end - first, Shape::kPositions)};
   }
 
@@ -128,29 +130,54 @@ class TileStream {
       const bool is_values = num_begun_ >= tiles;
       const int tile = first_tile_ + num_begun_ - (is_values ? tiles : 0);
       const Range seen = rows(tile);
-      copy_rows(is_values ? context_.values : context_.keys, tile, seen);
-      if (is_values && seen.end - seen.begin < Shape::kPositions) clear_others(seen);
+      const char* from =
+          (is_values ? context_.values : context_.keys) + __shfl_sync(kAllLanes, offset_, tile);
+      if (seen.end - seen.begin == Shape::kPositions && context_.head_dim == Shape::kMaxDim) {
+        copy_tile(from);
+      } else {
+        copy_rows(from, seen);
+        if (is_values) clear_others(seen);
+      }
     }
     async_commit();
     ++num_begun_;
   }
 
-  __device__ __forceinline__ void copy_rows(const char* plane, int tile, Range seen) {
-    const int dims = context_.head_dim, row_bytes = dims * static_cast<int>(sizeof(Cache));
+  __device__ __forceinline__ int row_bytes() const {
+    return context_.head_dim * static_cast<int>(sizeof(Cache));
+  }
+
+  // What the i-th copy of a warp takes: from this row on, and this piece of it where that is more than a warp
+  // copies at once.
+  static __host__ __device__ constexpr int copy_row(int i) {
+    return kRowChunks > kWarpSize ? i / (kRowChunks / kWarpSize) : i * (kWarpSize / kRowChunks);
+  }
+  static __host__ __device__ constexpr int copy_piece(int i) {
+    return kRowChunks > kWarpSize ? i % (kRowChunks / kWarpSize) * kWarpSize * 16 : 0;
+  }
+
+  // All positions, of heads of the largest size: most tiles, so nothing is decided or multiplied here.
+  __device__ __forceinline__ void copy_tile(const char* tile) {
+    constexpr int kStride = Shape::row_stride(Shape::kMaxDim) * static_cast<int>(sizeof(Cache));
     const int first = lane_ / kRowChunks, at = lane_ % kRowChunks * 16;
-    const int place = first_position(tile) % context_.block_size + first;
-    const char* from =
-        plane + __shfl_sync(kAllLanes, block_, tile) * context_.block_bytes + place * row_bytes + at;
-    char* to = reinterpret_cast<char*>(stage(num_begun_) + first * Shape::row_stride(dims)) + at;
+    const char* from = tile + first * Shape::kMaxRowBytes + at;
+    char* to = reinterpret_cast<char*>(stage(num_begun_)) + first * kStride + at;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      // Of rows of more than 512 bytes a warp copies a piece at a time.
-      constexpr int kPieces = kRowChunks > kWarpSize ? kRowChunks / kWarpSize : 1;
-      constexpr int kRows = kRowChunks > kWarpSize ? 1 : kWarpSize / kRowChunks;
-      const int row = i / kPieces * kRows, piece = i % kPieces * kWarpSize * 16;
-      if (!seen.contains(first + row) || at + piece >= row_bytes) continue;
-      async_copy16(to + row * Shape::row_stride(dims) * static_cast<int>(sizeof(Cache)) + piece,
-                   from + row * row_bytes + piece);
+      async_copy16(to + copy_row(i) * kStride + copy_piece(i),
+                   from + copy_row(i) * Shape::kMaxRowBytes + copy_piece(i));
+    }
+  }
+
+  __device__ __forceinline__ void copy_rows(const char* tile, Range seen) {
+    const int stride = Shape::row_stride(context_.head_dim) * static_cast<int>(sizeof(Cache));
+    const int first = lane_ / kRowChunks, at = lane_ % kRowChunks * 16;
+#pragma unroll 1
+    for (int i = 0; i < kCopies; ++i) {
+      const int row = first + copy_row(i), byte = copy_piece(i) + at;
+      if (!seen.contains(row) || byte >= row_bytes()) continue;
+      async_copy16(reinterpret_cast<char*>(stage(num_begun_)) + row * stride + byte,
+                   tile + row * row_bytes() + byte);
     }
   }
 
@@ -169,7 +196,8 @@ class TileStream {
   const SplitContext context_;
   char* const stages_;
   const int warp_, lane_;
-  int block_;  // lane t: the block of tile t, -1 if there is none
+  int64_t offset_;    // lane t: from block 0 to the first position of tile t, if it is there
+  unsigned present_;  // bit t: whether it is
   int first_tile_, end_tile_;
   int num_begun_ = 0, num_popped_ = 0;
 };

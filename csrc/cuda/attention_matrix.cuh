@@ -62,12 +62,25 @@ class MatrixAttention {
     float scores[Shape::kTiles][kLanePositions];
 #pragma unroll
     for (int tile = 0; tile < Shape::kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < kLanePositions; ++i) {
+        const int position = tile * Shape::kPositions + 2 * i + odd;
+        scores[tile][i] = scores_[head * kScoreStride + position] * scale_;
+      }
+    }
+    if (soft_cap_.is_on()) {  // asked once
+#pragma unroll
+      for (int tile = 0; tile < Shape::kTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < kLanePositions; ++i) scores[tile][i] = soft_cap_(scores[tile][i]);
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < Shape::kTiles; ++tile) {
       const Range seen = tiles.rows(tile);
 #pragma unroll
       for (int i = 0; i < kLanePositions; ++i) {
-        const int row = 2 * i + odd;
-        const float product = scores_[head * kScoreStride + tile * Shape::kPositions + row];
-        scores[tile][i] = seen.contains(row) ? soft_cap_(product * scale_) : -INFINITY;
+        if (!seen.contains(2 * i + odd)) scores[tile][i] = -INFINITY;
         maximum_ = fmaxf(maximum_, scores[tile][i]);
       }
     }

@@ -21,6 +21,8 @@ struct SoftCap {
   explicit __device__ __forceinline__ SoftCap(float cap)
       : cap(cap), inverse(cap == 0.0f ? 0.0f : 1.0f / cap) {}
 
+  __device__ __forceinline__ bool is_on() const { return cap != 0.0f; }
+
   __device__ __forceinline__ float operator()(float score) const {
     return cap == 0.0f ? score : cap * tanhf(score * inverse);
   }

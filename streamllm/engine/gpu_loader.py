@@ -3,9 +3,10 @@ takes, and give the KV pool what is left."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("streamllm.engine")
 
 INSTALL = "pip install 'streamllm[gpu]'"
-OLDEST_CAPABILITY = (8, 0)
-GRAPH_BYTES = 3 * 2**20
-"""What the launches of one forward take as a graph, besides activations: a generous guess."""
+GRAPH_BYTES, PIECE_BYTES = 3 * 2**20, 2**17
+"""What the launches of one forward take as a graph, and each piece of one that is cut at attention, besides
+activations: a generous guess."""
 
 
 class DeviceMemory(Protocol):
@@ -41,7 +42,8 @@ class DeviceMemory(Protocol):
     def free(self) -> int: ...
 
     def peak_of(self, work: Callable[[], None]) -> int:
-        """The most that ``work`` takes at a time beyond what is taken already."""
+        """The most that ``work`` takes at a time beyond what is taken already; what it leaves behind for
+        good (compiled kernels, libraries' workspaces) included."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +78,15 @@ class CudaMemory:
     def peak_of(self, work: Callable[[], None]) -> int:
         import torch
 
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
+        free_before = self.free()
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         work()
         torch.cuda.synchronize(self._device)
         peak = torch.cuda.max_memory_allocated(self._device) - before
         gc.collect()
-        torch.cuda.empty_cache()
-        return peak
+        # Modules of kernels and the like are not torch's: no statistics of its allocator know them.
+        return peak + max(free_before - self.free(), 0)
 
 
 def find_gpu(config: EngineConfig) -> GpuTarget:
@@ -100,7 +101,7 @@ def find_gpu(config: EngineConfig) -> GpuTarget:
             "--backend cuda needs an NVIDIA GPU, and CUDA's driver shows none here (nvidia-smi lists what it "
             "shows); leave the flag out to run on the CPU."
         )
-    if gpus[0].compute_capability < OLDEST_CAPABILITY:
+    if gpus[0].compute_capability < machine.OLDEST_CAPABILITY:
         raise ConfigError(
             f"--backend cuda needs a GPU of compute capability 8.0 or later (A100, RTX 30 and newer); "
             f"{gpus[0].name} has {'.'.join(map(str, gpus[0].compute_capability))}. Use --backend cpu."
@@ -122,8 +123,9 @@ def find_gpu(config: EngineConfig) -> GpuTarget:
     from streamllm.runner.graphs import CudaGraphRecorder
 
     device = torch.device("cuda", torch.cuda.current_device())
-    recorder = None if config.enforce_eager else CudaGraphRecorder()
     chosen = choose_kernels(device)
+    is_eager = config.enforce_eager or chosen.choice.name == "reference"  # which reads results on the host
+    recorder = None if is_eager else CudaGraphRecorder()
     logger.info("%s kernels: %s", chosen.choice.name, chosen.choice.why)
     return GpuTarget(gpus[0].name, device, chosen.kernels, CudaMemory(device), recorder)
 
@@ -169,8 +171,6 @@ def load_on_gpu(
         ModelLoadError: the model is not supported, or memory is too small for its weights.
     """
     target = target or find_gpu(config)
-    import torch
-
     from streamllm.ops.gpu.device_kv_cache import device_kv_bytes_per_block
     from streamllm.ops.gpu.gpu_ops import DTYPES
     from streamllm.runner.backends import LoadedModel, load_model
@@ -186,13 +186,11 @@ def load_on_gpu(
     backend = GpuBackend(
         target.kernels, target.device, DTYPES[dtype], recorder=target.recorder, progress=progress
     )
-    try:
+    with _where_memory_ends(
+        f"Not enough memory on the GPU for the weights ({gib(available)} were free); take a smaller model or "
+        "quantised weights."
+    ):
         loaded = load_model(model_config, backend, checkpoint, progress, weight_mode)
-    except torch.OutOfMemoryError as error:
-        raise ModelLoadError(
-            f"Not enough memory on the GPU for the weights ({gib(available)} were free); take a smaller "
-            "model or quantised weights."
-        ) from error
     taken = max(available - target.memory.free(), backend.ops.weight_bytes)
 
     def runner(loaded: LoadedModel, num_blocks: int, max_model_len: int) -> ModelRunner:
@@ -220,7 +218,11 @@ def load_on_gpu(
         trial.run_largest_step()
         trial_runner.close()
 
-    step_bytes = target.memory.peak_of(run_largest_step)
+    with _where_memory_ends(
+        f"Not enough memory on the GPU for a step of {config.max_num_batched_tokens} tokens beside the "
+        "weights; lower --max-num-batched-tokens and --max-num-seqs, or take quantised weights."
+    ):
+        step_bytes = target.memory.peak_of(run_largest_step)
     bytes_per_block = device_kv_bytes_per_block(
         kv_layout(model_config.layer_windows).layers_per_block,
         model_config.num_kv_heads,
@@ -231,7 +233,7 @@ def load_on_gpu(
     num_blocks = num_kv_blocks(
         config,
         bytes_per_block=bytes_per_block,
-        weight_bytes=taken + step_bytes + _graph_bytes(config, target.recorder, step_bytes),
+        weight_bytes=taken + step_bytes + _graph_bytes(config, model_config, target.recorder, step_bytes),
         available=available,
         total=target.memory.total(),
     )
@@ -242,7 +244,25 @@ def load_on_gpu(
         windows=kv_layout(model_config.layer_windows).windows,
     )
     place = f"{dtype} on {target.name}, {target.kernels.name} kernels"
-    return runner(loaded, num_blocks, max_model_len), place
+    with _where_memory_ends(
+        "Not enough memory on the GPU beside weights and KV pool; lower --gpu-memory-utilization, or do "
+        "without graphs (--enforce-eager)."
+    ):
+        return runner(loaded, num_blocks, max_model_len), place
+
+
+@contextlib.contextmanager
+def _where_memory_ends(message: str) -> Iterator[None]:
+    """
+    Raises:
+        ModelLoadError: the GPU's memory was not enough.
+    """
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ModelLoadError(message) from error
 
 
 def _check_weights_fit(
@@ -259,7 +279,9 @@ def _check_weights_fit(
         )
 
 
-def _graph_bytes(config: EngineConfig, recorder: GraphRecorder | None, step_bytes: int) -> int:
+def _graph_bytes(
+    config: EngineConfig, model_config: ModelConfig, recorder: GraphRecorder | None, step_bytes: int
+) -> int:
     """What graphs will take: they have memory of their own for the activations of the largest of them."""
     if recorder is None:
         return 0
@@ -267,8 +289,9 @@ def _graph_bytes(config: EngineConfig, recorder: GraphRecorder | None, step_byte
 
     tokens = config.max_num_batched_tokens
     largest = min(tokens, LARGEST_PIECEWISE)
-    num_graphs = len(ladder(min(config.max_num_seqs, tokens))) + len(ladder(largest))
-    return step_bytes * largest // tokens + num_graphs * GRAPH_BYTES
+    num_whole, num_cut = len(ladder(min(config.max_num_seqs, tokens))), len(ladder(largest))
+    launches = num_whole * GRAPH_BYTES + num_cut * (model_config.num_layers + 1) * PIECE_BYTES
+    return step_bytes * largest // tokens + launches
 
 
 def _driver_version() -> str:

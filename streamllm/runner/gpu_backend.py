@@ -151,15 +151,16 @@ class GpuBackend:
                 self._capture_graphs(self._recorder)
 
     def run_largest_step(self) -> None:
-        """A step with all tokens and outputs that there may be, all of them padding: it compiles kernels and
-        takes as much memory as a step can."""
+        """A step with all tokens and outputs that there may be, all of them padding: it takes as much memory
+        as a step can. Smaller ones too, so that what is compiled for a number of rows is compiled now."""
         with self._on_stream():
-            device_inputs, tokens = self._device_inputs, len(self._inputs.token_ids)
-            batch = device_inputs.send_padding(self._ring[-1], tokens, with_prefill=True)
-            batch.output_rows = device_inputs.output_rows(len(self._inputs.output_rows))
-            hidden = self._forward(batch)
-            # Kernels may be compiled apart for one row, some, and sixteen or multiples of it.
-            for count in {1, 2, 16, len(batch.output_rows)}:
+            device_inputs = self._device_inputs
+            for tokens in _sizes_compiled_apart(len(self._inputs.token_ids)):
+                batch = device_inputs.send_padding(self._ring[-1], tokens, with_prefill=True)
+                hidden = self._forward(batch)
+            # The first block onto itself.
+            batch.kv_cache.copy_blocks(torch.zeros(1, 2, dtype=torch.int32, device=self._device))
+            for count in _sizes_compiled_apart(len(self._inputs.output_rows)):
                 batch.output_rows = device_inputs.output_rows(count)
                 selected = self._ops.select_rows(hidden, batch)
                 logits = self._family.logits(self._model, self._head_ops, selected)
@@ -317,6 +318,15 @@ class GpuBackend:
         stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with stream, torch.no_grad():
             yield
+
+
+def _sizes_compiled_apart(largest: int) -> list[int]:
+    """Numbers of rows, ascending to ``largest``, among which are all kinds that kernels may be compiled apart
+    for: one, some, multiples of sixteen, and tiles of any power of two."""
+    sizes = [1, 2]
+    while sizes[-1] < largest:
+        sizes.append(max(2 * sizes[-1], 16))
+    return [size for size in sizes if size < largest] + [largest]
 
 
 def _table_changes(batch: ScheduledBatch) -> Iterator[TableChange]:

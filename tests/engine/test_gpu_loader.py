@@ -18,6 +18,8 @@ from streamllm.engine import gpu_loader
 from streamllm.engine.async_engine import AsyncEngine
 from streamllm.errors import ConfigError, ModelLoadError
 from streamllm.machine import Gpu
+from streamllm.ops.gpu import dispatch
+from streamllm.runner.gpu_backend import GpuBackend
 
 H100 = Gpu("NVIDIA H100", (9, 0), 80 * GIB)
 
@@ -69,7 +71,7 @@ def test_graphs_are_counted_in(start):
         for graphs in (False, True)
     )
     # Sizes 1, 2, 4 and 8, and for mixed steps those up to 64.
-    expected = 16 * 2**20 + (4 + 11) * gpu_loader.GRAPH_BYTES
+    expected = 16 * 2**20 + 4 * gpu_loader.GRAPH_BYTES + 11 * 3 * gpu_loader.PIECE_BYTES
     assert 0 <= eager - captured - expected < 2 * BLOCK_BYTES
 
 
@@ -114,6 +116,23 @@ def test_an_8_bit_cache_holds_more(start):
 def test_what_does_not_fit_is_refused_in_a_line(start, settings, words):
     with pytest.raises((ConfigError, ModelLoadError), match=words) as caught:
         start(**settings)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("run_largest_step", "a step of 64 tokens beside the weights; lower --max-num-batched-tokens"),
+        ("_capture_graphs", "beside weights and KV pool; lower --gpu-memory-utilization, .*--enforce-eager"),
+    ],
+)
+def test_where_memory_ends_is_said_in_a_line(start, monkeypatch, where, words):
+    def full(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(GpuBackend, where, full)
+    with pytest.raises(ModelLoadError, match=words) as caught:
+        start(graphs=True)
     assert "\n" not in str(caught.value)
 
 
@@ -163,8 +182,43 @@ def test_a_gpu_that_cannot_be_used_is_refused_in_a_line(with_gpus, gpus, setting
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("kernels", "enforce_eager", "captures"),
+    [("triton", False, True), ("triton", True, False), ("reference", False, False)],
+)
+def test_what_reads_results_on_the_host_is_not_captured(
+    with_gpus, monkeypatch, kernels, enforce_eager, captures
+):
+    with_gpus(H100)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setenv(dispatch.VARIABLE, kernels)
+    target = gpu_loader.find_gpu(EngineConfig(backend="cuda", enforce_eager=enforce_eager))
+    assert target.kernels.name == kernels
+    assert (target.recorder is not None) is captures
+
+
+def test_what_a_step_leaves_behind_counts_like_what_it_takes(monkeypatch):
+    """Kernels' modules, say, which torch's allocator knows nothing of."""
+    free, allocated = iter([1000, 950]), iter([100])
+    for name, answer in {
+        "synchronize": lambda device: None,
+        "empty_cache": lambda: None,
+        "reset_peak_memory_stats": lambda device: None,
+        "mem_get_info": lambda device: (next(free), 2000),
+        "memory_allocated": lambda device: next(allocated),
+        "max_memory_allocated": lambda device: 700,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    calls = []
+    assert gpu_loader.CudaMemory(torch.device("cuda", 0)).peak_of(lambda: calls.append(1)) == 600 + 50
+    assert calls == [1]
+
+
 def test_auto_takes_a_gpu_where_it_can_be_used(with_gpus):
     with_gpus()
+    assert EngineConfig().resolved_backend == "cpu"
+    with_gpus(Gpu("Tesla T4", (7, 5), GIB))
     assert EngineConfig().resolved_backend == "cpu"
     assert EngineConfig().max_num_batched_tokens == 256
     with_gpus(H100, torch_is_usable=False)

@@ -10,6 +10,7 @@ from helpers.reference import assert_greedy, load_transformers
 from helpers.tiny_models import FAMILIES, make_tiny_model
 
 from streamllm import LLM, SamplingParams
+from streamllm.errors import ConfigError
 from streamllm.ops.gpu import dispatch
 from streamllm.structured_outputs import StructuredOutputsParams
 
@@ -70,6 +71,18 @@ def cpu(models):
     llm = engine(models("qwen3"), backend="cpu")
     yield llm
     llm.shutdown()
+
+
+@pytest.fixture(scope="module", params=["cuda", "triton"])
+def kernels_name(request):
+    """Either sort of kernels; those in CUDA C++ only where they were built."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(dispatch.VARIABLE, request.param)
+        try:
+            dispatch.kernel_choice()
+        except ConfigError as error:
+            pytest.skip(str(error))
+    return request.param
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["eager", "graphs"])

@@ -31,8 +31,8 @@ CACHE = ROOT / "build" / "cuda_compile"
 TABLE = ROOT / "tests" / "ops" / "gpu" / "cuda_resources.json"
 TARGETS = ("sm_80", "sm_90", "sm_100")
 
-# As csrc/cuda/CMakeLists.txt has them.
-_FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", '-DSTREAMLLM_ARCHITECTURES="test"')
+FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", '-DSTREAMLLM_ARCHITECTURES="test"')
+"""As ``csrc/cuda/CMakeLists.txt`` has them."""
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -85,13 +85,13 @@ def resources(target: str) -> dict[str, dict[str, Resources]]:
 
 
 def _report(source: Path, target: str) -> str:
-    digest = hashlib.sha256(" ".join([nvcc_version(), target, *_FLAGS, source.name]).encode())
+    digest = hashlib.sha256(" ".join([nvcc_version(), target, *FLAGS, source.name]).encode())
     for file in with_includes(source):
         digest.update(file.read_bytes())
     cached = CACHE / f"{source.stem}-{target}-{digest.hexdigest()[:16]}.txt"
     if cached.exists():
         return cached.read_text()
-    command = ["nvcc", *_FLAGS, f"-arch={target}", "-cubin", "-o", os.devnull, str(source)]
+    command = ["nvcc", *FLAGS, f"-arch={target}", "-cubin", "-o", os.devnull, str(source)]
     done = subprocess.run(command, capture_output=True, text=True, preexec_fn=lambda: os.nice(5))
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
     unfinished = cached.with_suffix(f".{os.getpid()}")

@@ -59,16 +59,11 @@ def _address_of(value: Any) -> Any:
 
 
 class Pool:
-    """Memory of which the lowest place that is free is given away first, poisoned.
-
-    Attributes:
-        most: bytes that were taken at a time, gaps included.
-    """
+    """Memory of which the lowest place that is free is given away first, poisoned."""
 
     def __init__(self, num_bytes: int) -> None:
         self._memory = ctypes.create_string_buffer(num_bytes)
         self._taken: dict[int, int] = {}
-        self.most = 0
 
     @property
     def num_taken(self) -> int:
@@ -84,7 +79,6 @@ class Pool:
                 break
             place = start + taken
         self._taken[place] = size
-        self.most = max(self.most, place + size)
         give_back = self._taken.pop
 
         class Piece(ctypes.c_uint8 * num_bytes):  # type: ignore[misc]

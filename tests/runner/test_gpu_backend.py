@@ -16,6 +16,7 @@ from streamllm.errors import ConfigError
 from streamllm.ops.step_inputs import ROW_EDITS
 from streamllm.runner import gpu_backend
 from streamllm.runner.messages import OutputRow, ScheduledBatch, ScheduledRow
+from streamllm.runner.prompt_rows import SLICE_ROWS
 from streamllm.runner.stream_waiter import StreamWaiter
 from streamllm.sampling_params import SamplingParams
 
@@ -257,6 +258,28 @@ def test_the_largest_step_leaves_no_trace():
     runner._backend.run_largest_step()
     expected = generate(make_runner(), PROMPTS, max_tokens=6)
     same_generations(generate(runner, PROMPTS, max_tokens=6), expected)
+
+
+def test_the_largest_step_compiles_for_every_number_of_rows(monkeypatch):
+    """Kernels are compiled apart for one row, for multiples of 16, and for tiles of each power of two."""
+    runner = make_runner(backend="gpu", max_num_seqs=40, max_num_batched_tokens=100)
+    backend, forwards, draws = runner._backend, [], []
+    kernels, forward = backend.ops.kernels, backend._forward
+    sample = kernels.sample
+
+    def noted(logits, vocab_size, sampling, num_outputs):
+        draws.append(num_outputs)
+        sample(logits, vocab_size, sampling, num_outputs)
+
+    def noted_forward(batch):
+        forwards.append((batch.num_tokens, batch.max_query_len))
+        return forward(batch)
+
+    monkeypatch.setattr(kernels, "sample", noted, raising=False)
+    monkeypatch.setattr(backend, "_forward", noted_forward)
+    backend.run_largest_step()
+    assert forwards == [(n, n) for n in (1, 2, 16, 32, 64, 100)]
+    assert draws == [1, 2, 16, 32, SLICE_ROWS]
 
 
 def test_weights_are_held_once_in_their_dtype():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, get_args
@@ -45,8 +46,8 @@ def kernel_choice() -> KernelChoice:
     """CUDA's kernels where they were built and run on this machine's GPU, else Triton's.
 
     Raises:
-        ConfigError: what ``STREAMLLM_GPU_KERNELS`` asks for does not exist or cannot run here, or Triton is
-            not installed.
+        ConfigError: what ``STREAMLLM_GPU_KERNELS`` asks for does not exist or cannot run here, or Triton or
+            the C compiler that it needs is not installed.
     """
     wanted = os.environ.get(VARIABLE) or None
     if wanted not in (None, *get_args(KernelsName)):
@@ -55,6 +56,8 @@ def kernel_choice() -> KernelChoice:
         return KernelChoice("reference", f"{VARIABLE} asks for it")
     if find_spec("triton") is None:  # CUDA's kernels too leave prompts to it
         raise ConfigError("Triton is not installed: pip install 'streamllm[gpu]' installs it.")
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise ConfigError("Triton needs a C compiler to launch kernels: install gcc or clang, or set CC.")
     if wanted == "triton":
         return KernelChoice("triton", f"{VARIABLE} asks for it")
     try:

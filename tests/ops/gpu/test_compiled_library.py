@@ -1,4 +1,4 @@
-"""The library as the install builds it, with CUDA's own runtime in it: that it loads and answers, GPU or not."""
+"""The library with CUDA's own runtime in it, as an install has it: that it loads and answers, GPU or not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from helpers.cuda_compile import _FLAGS as FLAGS, SOURCES, nvcc, nvcc_version
+from helpers.cuda_compile import FLAGS, SOURCES, nvcc, nvcc_version
 
 from streamllm import machine
 from streamllm.ops.gpu.cuda.elementwise import CopyBlocksArgs

@@ -67,6 +67,17 @@ def test_without_a_compiler_the_install_succeeds(tmp_path):
     assert configured.why_not == "no CUDA compiler (nvcc) that works was found at install"
 
 
+def test_with_a_compiler_that_does_not_work_the_install_succeeds(tmp_path):
+    """As a distribution's nvcc that refuses the machine's g++."""
+    compiler = tmp_path / "bin" / "nvcc"
+    compiler.parent.mkdir()
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.chmod(0o755)
+    configured = Configured(tmp_path, H200, PATH=f"{compiler.parent}:{os.environ['PATH']}")
+    assert configured.succeeded, configured.text
+    assert configured.why_not == "no CUDA compiler (nvcc) that works was found at install"
+
+
 def test_without_a_compiler_asking_for_it_fails(tmp_path):
     configured = Configured(tmp_path, STREAMLLM_CUDA="1", CUDACXX="/bin/false")
     assert not configured.succeeded

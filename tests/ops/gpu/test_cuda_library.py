@@ -155,6 +155,17 @@ def test_without_triton_there_are_no_kernels(install, monkeypatch):
         dispatch.kernel_choice()
 
 
+def test_triton_needs_a_c_compiler(install, monkeypatch):
+    install(files={})
+    pytest.importorskip("triton")
+    monkeypatch.setattr(dispatch.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(ConfigError, match="install gcc or clang, or set CC"):
+        dispatch.kernel_choice()
+    monkeypatch.setenv("CC", "zig cc")
+    assert dispatch.kernel_choice().name == "triton"
+
+
 def test_kernels_of_a_choice(install, monkeypatch):
     torch = pytest.importorskip("torch")
     install(files={})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import TYPE_CHECKING
 
 from streamllm.ops.gpu.cuda.library import BFLOAT16, FLOAT8_E4M3, FLOAT16, FLOAT32, CudaLibrary
@@ -105,8 +106,8 @@ def paged_decode(
         shape.soft_cap,
         cache.key_scale,
         cache.value_scale,
-        _DTYPES.get(str(q.dtype), -1),
-        _DTYPES.get(str(cache.keys.dtype), -1),
+        _code(q.dtype),
+        _code(cache.keys.dtype),
         num_multiprocessors,
         MATRIX_UNITS_FROM,
     )
@@ -123,30 +124,44 @@ def _check(
 ) -> None:
     sequences, items = context.context_lens.shape[0], work.items.shape[0]
     width = shape.num_heads * shape.head_dim
+    int32, float32 = _dtypes()
+    activations, stored = q.dtype, cache.keys.dtype
     wanted_cache = (cache.keys.shape[0], shape.num_kv_heads, cache.keys.shape[2], shape.head_dim)
     for name, tensor, wanted, dtype in (
-        ("out", out, (len(q), width), str(q.dtype)),
-        ("q", q, (len(q), width), str(q.dtype)),
-        ("keys", cache.keys, wanted_cache, str(cache.keys.dtype)),
-        ("values", cache.values, wanted_cache, str(cache.keys.dtype)),
-        ("query_start", context.query_start, (sequences + 1,), "torch.int32"),
-        ("context_lens", context.context_lens, (sequences,), "torch.int32"),
-        ("table_rows", context.table_rows, (sequences,), "torch.int32"),
-        ("block_tables", context.block_tables, tuple(context.block_tables.shape), "torch.int32"),
-        ("items", work.items, (items, 2), "torch.int32"),
-        ("num_items", work.num_items, (1,), "torch.int32"),
-        ("first_item", work.first_item, (sequences,), "torch.int32"),
-        ("num_splits", work.num_splits, (sequences,), "torch.int32"),
-        ("partials", work.partials, (items, shape.num_heads, shape.head_dim + 2), "torch.float32"),
-        ("sinks", shape.sinks, (shape.num_heads,), "torch.float32"),
+        ("out", out, (len(q), width), activations),
+        ("q", q, (len(q), width), activations),
+        ("keys", cache.keys, wanted_cache, stored),
+        ("values", cache.values, wanted_cache, stored),
+        ("query_start", context.query_start, (sequences + 1,), int32),
+        ("context_lens", context.context_lens, (sequences,), int32),
+        ("table_rows", context.table_rows, (sequences,), int32),
+        ("block_tables", context.block_tables, context.block_tables.shape, int32),
+        ("items", work.items, (items, 2), int32),
+        ("num_items", work.num_items, (1,), int32),
+        ("first_item", work.first_item, (sequences,), int32),
+        ("num_splits", work.num_splits, (sequences,), int32),
+        ("partials", work.partials, (items, shape.num_heads, shape.head_dim + 2), float32),
+        ("sinks", shape.sinks, (shape.num_heads,), float32),
     ):
         if tensor is None:
             continue
-        if tuple(tensor.shape) != wanted or str(tensor.dtype) != dtype:
+        if tensor.shape != wanted or tensor.dtype != dtype:
             raise ValueError(
                 f"paged_decode: {name} must be {dtype} {list(wanted)}, not {tensor.dtype} "
                 f"{list(tensor.shape)}"
             )
-        rows_are_free = name in ("out", "q", "block_tables")
-        if not (tensor[0].is_contiguous() if rows_are_free and len(tensor) else tensor.is_contiguous()):
+        rows_may_be_apart = name in ("out", "q", "block_tables")
+        if not (tensor.stride(1) == 1 if rows_may_be_apart else tensor.is_contiguous()):
             raise ValueError(f"paged_decode: {name} must be contiguous")
+
+
+@functools.cache
+def _code(dtype: torch.dtype) -> int:
+    return _DTYPES.get(str(dtype), -1)
+
+
+@functools.cache
+def _dtypes() -> tuple[torch.dtype, torch.dtype]:
+    import torch
+
+    return torch.int32, torch.float32

@@ -16,8 +16,8 @@ NUM_THREADS = 1024
 """Of a block; results do not depend on it."""
 
 MAX_BLOCKS = 148
-"""Rows beyond this wait for earlier ones, which bounds the scratch memory. A block fills a multiprocessor, and
-GPUs have no more of them (H100: 132, B200: 148)."""
+"""Rows beyond this wait for earlier ones, which bounds the scratch memory. A block fills a multiprocessor,
+and GPUs have no more of them (H100: 132, B200: 148)."""
 
 ARRAYS = {
     "temperature": "float32",

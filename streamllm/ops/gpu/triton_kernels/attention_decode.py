@@ -34,7 +34,7 @@ SPLITS_AT_ONCE = 16
 """Partial results that the combining kernel holds; part of the order in which they are summed."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
     partials,
     q,

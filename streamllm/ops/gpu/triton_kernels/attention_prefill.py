@@ -21,7 +21,7 @@ from streamllm.ops.gpu.triton_kernels.tuning import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def prefill_kernel(
     out,
     q,

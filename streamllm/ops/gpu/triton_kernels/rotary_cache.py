@@ -133,6 +133,7 @@ def rotary_and_cache(
     num_heads = shape.num_heads + 2 * shape.num_kv_heads
     width = triton.next_power_of_2(shape.head_dim)
     block_heads = min(max(ELEMENTS_PER_PROGRAM // width, 1), triton.next_power_of_2(num_heads))
+    block_half = triton.next_power_of_2(max(rotary_dim // 2, 1))
     q_weight, k_weight, eps = norms or (None, None, 0.0)
     rotary_and_cache_kernel[tokens, triton.cdiv(num_heads, block_heads)](
         qkv,
@@ -155,8 +156,8 @@ def rotary_and_cache(
         BLOCK_SIZE=cache.keys.shape[2],
         FORMAT=cache_format(cache.keys, gpu_architecture(qkv.device)),
         BLOCK_HEADS=block_heads,
-        BLOCK_HALF=triton.next_power_of_2(max(rotary_dim // 2, 1)),
+        BLOCK_HALF=block_half,
         BLOCK_REST=triton.next_power_of_2(max(shape.head_dim - rotary_dim, 1)),
-        num_warps=4,
+        num_warps=min(max(block_heads * block_half // 32, 1), 4),  # no element is held by two of them
         enable_fp_fusion=False,
     )
