@@ -37,8 +37,8 @@ __device__ __forceinline__ void load_chunk(float (&to)[N], const T* from, int co
   for (int i = 0; i < N; ++i) to[i] = i < count ? to_float(from[i]) : 0.0f;
 }
 
-// A chunk of 16 bytes as it is stored, which may still be on its way: nothing waits for it before its elements
-// are asked for, so that loads which come after it overlap with it.
+// A chunk of 16 bytes as it is stored, which may still be on its way: nothing waits for it before its
+// elements are asked for, so that loads which come after it overlap with it.
 template <typename T>
 class StoredChunk {
  public:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.sampling_checks import random_rules
 from helpers.sampling_rows import RowRules, copy_buffers, native_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,42 +39,11 @@ def instruction_set(request):
     _native.set_instruction_set(before)
 
 
-def random_rules(rng: np.random.Generator, sampling: SamplingBuffers, vocab_size: int) -> RowRules:
-    """Every row with a random selection of everything that there is."""
-    rules = RowRules(sampling)
-
-    def some_ids() -> list[int]:
-        # A few of them outside the vocabulary: they must not be touched, nor read.
-        count = int(rng.integers(0, min(vocab_size, 200) + 1))
-        return rng.choice(vocab_size + 3, count, replace=False).tolist()
-
-    for row in range(len(sampling.token)):
-        if rng.random() < 0.7:
-            rules.edit(
-                row,
-                bias={i: float(rng.uniform(-100, 100)) for i in some_ids()[:20]},
-                seen={i: int(rng.integers(0, 4)) for i in some_ids()},
-                penalties=(
-                    float(rng.choice([1.0, 1.3, 0.5, 1e-38, 3e38])),
-                    float(rng.choice([0.0, 0.7, -1.5])),
-                    float(rng.choice([0.0, -2.0, 1.1])),
-                ),
-                banned=some_ids() if rng.random() < 0.5 else [],
-            )
-        if rng.random() < 0.4:
-            rules.allow(row, rng.random(vocab_size) < rng.choice([0.0, 0.02, 0.5, 1.0]))
-        if rng.random() < 0.4:
-            rules.allow(row, rng.random(vocab_size) < 0.7, grammar=True)
-        if rng.random() < 0.3:
-            rules.replace(row, rng.standard_normal(vocab_size) * 3)
-        if rng.random() < 0.1:
-            sampling.target[row] = rng.integers(0, vocab_size)
-    return rules
-
-
 def in_vocabulary(rules: sampler.RowEdits, vocab_size: int) -> sampler.RowEdits:
     """The edits without those ids that are none."""
-    bias, seen, banned = (ids < vocab_size for ids in (rules.bias_ids, rules.seen_ids, rules.banned_ids))
+    bias, seen, banned = (
+        (ids >= 0) & (ids < vocab_size) for ids in (rules.bias_ids, rules.seen_ids, rules.banned_ids)
+    )
     return sampler.RowEdits(
         rules.bias_ids[bias],
         rules.bias_values[bias],

@@ -133,7 +133,7 @@ class GpuOps:
         bias: np.ndarray | None = None,
     ) -> WeightMatrix:
         parts = list(parts)
-        bias_vector = None if bias is None else self.vector(bias)
+        bias_vector = None if bias is None else torch.tensor(bias, dtype=torch.float32, device=self.device)
         if any(isinstance(part, StoredRows) and part.format in PACKED_FORMATS for part in parts):
             matrix = QuantizedMatrix.from_parts(rows, columns, parts, self.device, self.dtype, bias_vector)
             self.weight_bytes += matrix.nbytes
@@ -146,8 +146,9 @@ class GpuOps:
             first_row += len(values)
         if first_row != rows:
             raise ValueError(f"the parts of a weight [{rows}, {columns}] have {first_row} rows")
-        self.weight_bytes += weight.nbytes
-        return DenseMatrix(weight, None if bias_vector is None else bias_vector.to(self.dtype))
+        dense = DenseMatrix(weight, None if bias_vector is None else bias_vector.to(self.dtype))
+        self.weight_bytes += weight.nbytes + (0 if dense.bias is None else dense.bias.nbytes)
+        return dense
 
     def vector(self, values: np.ndarray) -> Tensor:
         vector = torch.tensor(values, dtype=torch.float32, device=self.device)

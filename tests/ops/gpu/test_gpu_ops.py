@@ -68,6 +68,16 @@ def test_a_16_bit_checkpoint_keeps_its_bits(dtype):
     assert ops.weight_bytes == 6 * 16 * 2
 
 
+def test_a_bias_counts_once_as_it_is_kept():
+    ops, bias = ops_of(torch.float16), np.ones(64, np.float32)
+    matrix = ops.matrix(64, 64, [np.zeros((64, 64), np.float32)], bias)
+    assert isinstance(matrix, DenseMatrix) and matrix.bias is not None
+    assert ops.weight_bytes == matrix.weight.nbytes + matrix.bias.nbytes
+    ops = ops_of(torch.float16)
+    quantised = ops.matrix(64, 64, [StoredRows("q8_0", np.zeros((64, 2 * 34), np.uint8))], bias)
+    assert isinstance(quantised, QuantizedMatrix) and ops.weight_bytes == quantised.nbytes
+
+
 def test_a_checkpoint_of_another_dtype_is_converted():
     matrix = ops_of(torch.float32).matrix(6, 16, [stored(random(6, 16), torch.bfloat16)])
     assert torch.equal(matrix.weight, torch.from_numpy(random(6, 16)).bfloat16().float())
