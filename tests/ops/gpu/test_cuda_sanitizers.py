@@ -19,6 +19,8 @@ from helpers import cuda_emulation
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 OF_TOOLS = {f"test_cuda_{name}.py" for name in ("build", "compile", "emulation", "library", "sanitizers")}
+IN_SHORT = {"test_cuda_attention.py": ("-k", "any_two_parameters or block or refus")}
+"""What of a long file is taken where slow tests are not; the slow test takes all of it."""
 KERNEL_TESTS = sorted(path.name for path in HERE.glob("test_cuda_*.py") if path.name not in OF_TOOLS)
 
 
@@ -41,10 +43,10 @@ def run_sanitized(name: str, *options: str) -> None:
 
 @pytest.mark.parametrize("name", KERNEL_TESTS)
 def test_kernels_sanitized(name):
-    run_sanitized(name)
+    run_sanitized(name, *IN_SHORT.get(name, ()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KERNEL_TESTS)
-def test_kernels_sanitized_in_long_tests(name):
-    run_sanitized(name, "-m", "slow")
+def test_kernels_sanitized_in_all_tests(name):
+    run_sanitized(name, "-m", "slow or not slow")
