@@ -13,10 +13,14 @@ import httpx
 import pytest
 from test_run import Process
 
-# The fake model remembers every batch; a server's memory is measured here, not the fake's.
+# The fake model remembers every batch and sequence; a server's memory is measured here, not the fake's.
 FORGETFUL = """
 import collections
+class Nothing(collections.Counter):
+    def __setitem__(self, key, value):
+        pass
 executor.runner.batches = collections.deque(maxlen=2)
+executor.runner.num_drawn = Nothing()
 executor.step_seconds = 0
 """
 

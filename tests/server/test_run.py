@@ -40,10 +40,13 @@ DYING = 'executor.fail_next = [RuntimeError("a broken kernel")] * 100'
 # The first step is the warm-up's.
 STUCK_STEP = """
 import asyncio
-async def never():
+submit = executor.submit
+def submit_or_hang(batch):
+    step = submit(batch)
     if len(executor.runner.batches) > 1:
-        await asyncio.sleep(1000)
-executor.forward_done = never
+        step.output = lambda: asyncio.sleep(1000)
+    return step
+executor.submit = submit_or_hang
 """
 STUCK_END = (
     STUCK_STEP
