@@ -60,6 +60,7 @@ def test_every_kernel_is_measured(options, name):
     assert all(rate > 0 for rate in result["peaks"].values())
 
 
+@pytest.mark.slow
 def test_cuda_kernels_take_what_is_measured():
     """The calls of every case whose kernel is CUDA's own, with the kernels emulated."""
     names = ("elementwise.cu", "rotary_cache.cu", "copy_blocks.cu", "attention_decode.cu", "sampling.cu")

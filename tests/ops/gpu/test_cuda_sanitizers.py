@@ -19,8 +19,8 @@ from helpers import cuda_emulation
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 OF_TOOLS = {f"test_cuda_{name}.py" for name in ("build", "compile", "emulation", "library", "sanitizers")}
-IN_SHORT = {"test_cuda_attention.py": ("-k", "any_two_parameters or block or refus")}
-"""What of a long file is taken where slow tests are not; the slow test takes all of it."""
+LONG = {"test_cuda_attention.py"}
+"""A minute with its compilation: sanitized with the slow tests only."""
 KERNEL_TESTS = sorted(path.name for path in HERE.glob("test_cuda_*.py") if path.name not in OF_TOOLS)
 
 
@@ -41,9 +41,9 @@ def run_sanitized(name: str, *options: str) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
 
 
-@pytest.mark.parametrize("name", KERNEL_TESTS)
+@pytest.mark.parametrize("name", [name for name in KERNEL_TESTS if name not in LONG])
 def test_kernels_sanitized(name):
-    run_sanitized(name, *IN_SHORT.get(name, ()))
+    run_sanitized(name)
 
 
 @pytest.mark.slow

@@ -23,9 +23,8 @@ MOST_SPILLS = 64
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    "architecture", ["sm_90", pytest.param("sm_80", marks=slow), pytest.param("sm_100", marks=slow)]
-)
+@slow
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 def test_the_matrix_instructions_do_not_depend_on_the_number_of_rows(architecture):
     """Triton 3.6 compiles a program that needs too much of sm_100's tensor memory to a trap without any."""
     of_weight = defaultdict(list)
