@@ -20,10 +20,8 @@ INSTRUCTIONS = {
 MOST_SPILLS = 64
 """Bytes a thread; ptxas spills a little to have one more program on a multiprocessor."""
 
-slow = pytest.mark.slow
 
-
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 def test_the_matrix_instructions_do_not_depend_on_the_number_of_rows(architecture):
     """Triton 3.6 compiles a program that needs too much of sm_100's tensor memory to a trap without any."""
