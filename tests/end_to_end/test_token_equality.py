@@ -194,7 +194,7 @@ def test_a_batch_of_32_gives_the_same_bits_under_every_budget(llm):
         other.shutdown()
 
 
-@pytest.mark.parametrize("budget", [16, 2048])
+@pytest.mark.parametrize("budget", [pytest.param(16, marks=pytest.mark.slow), 2048])
 def test_layers_of_different_windows_agree_with_transformers(budget, tmp_path):
     """Two KV groups, with prefix hits: every prompt but the first begins like one before it."""
     path = make_tiny_model(

@@ -89,8 +89,10 @@ def test_without_a_compiler_asking_for_it_fails(tmp_path):
     ("gpus", "environment", "architectures"),
     [
         ([H200, L40, H200], {}, "89,90"),
-        ([], {"STREAMLLM_CUDA": "1"}, "80-real,90-real,100"),
-        ([H200], {"STREAMLLM_CUDA_ARCHITECTURES": "80-real;100"}, "80-real,100"),
+        pytest.param([], {"STREAMLLM_CUDA": "1"}, "80-real,90-real,100", marks=pytest.mark.slow),
+        pytest.param(
+            [H200], {"STREAMLLM_CUDA_ARCHITECTURES": "80-real;100"}, "80-real,100", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_it_is_built_for_the_gpus_that_are_there(tmp_path, gpus, environment, architectures):

@@ -19,8 +19,8 @@ from helpers import cuda_emulation
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 OF_TOOLS = {f"test_cuda_{name}.py" for name in ("build", "compile", "emulation", "library", "sanitizers")}
-LONG = {"test_cuda_attention.py"}
-"""A minute with its compilation: sanitized with the slow tests only."""
+LONG = {"test_cuda_attention.py", "test_cuda_rotary_cache.py"}
+"""What takes long to compile or to run with sanitizers: with the slow tests only."""
 KERNEL_TESTS = sorted(path.name for path in HERE.glob("test_cuda_*.py") if path.name not in OF_TOOLS)
 
 
