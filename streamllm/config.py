@@ -373,6 +373,12 @@ class ServerConfig(_Settings):
             raise ConfigError("--ssl-keyfile, --ssl-ca-certs and --ssl-cert-reqs need --ssl-certfile.")
         if self.ssl_cert_reqs and not self.ssl_ca_certs:
             raise ConfigError("--ssl-cert-reqs needs --ssl-ca-certs.")
+        if self.uds == "":
+            raise ConfigError("--uds must name a socket; leave it out to listen on --host and --port.")
+        if self.root_path and not re.fullmatch(r"/[^\s?#]*", self.root_path):
+            raise ConfigError(
+                f"--root-path must begin with / and have no spaces, ? or #, got {self.root_path!r}."
+            )
         if self.disable_uvicorn_access_log:
             object.__setattr__(self, "access_log", "off")
         self.chat_template_variables  # noqa: B018 - says at once what is wrong

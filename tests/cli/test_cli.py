@@ -167,7 +167,17 @@ def test_a_unix_socket_in_use_is_said_and_one_left_behind_replaced(capsys, tmp_p
     path.write_text("a file")
     assert main(serve) == 2
     assert path.read_text() == "a file"
-    assert main(["serve", "--uds", str(tmp_path / "none" / "s.sock")]) == 2
+    for impossible in (str(tmp_path / "none" / "s.sock"), str(tmp_path / ("x" * 200)), ""):
+        capsys.readouterr()
+        assert main(["serve", "--uds", impossible]) == 2
+        assert "--uds" in (error := capsys.readouterr().err) and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("path", ["llm", "llm/", "/a b", "/a?b", "/a#b", "http://x/llm", "/a\n"])
+def test_a_root_path_that_is_none_is_refused(path, capsys):
+    assert main(["serve", "--root-path", path]) == 2
+    error = capsys.readouterr().err
+    assert "--root-path must begin with /" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "./nothing.gguf"])
