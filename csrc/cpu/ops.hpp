@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "../sampling_records.hpp"
 #include "kernels.hpp"
 #include "packed_matrix.hpp"
 #include "plan.hpp"
@@ -12,13 +13,6 @@
 namespace streamllm::cpu {
 
 using MatrixPtr = std::shared_ptr<const PackedMatrix>;
-
-// Which values a row's logprobs come from, and whether they are normalised.
-enum class LogprobsMode : int32_t { raw_logprobs = 0, processed_logprobs, raw_logits, processed_logits };
-
-// Tokens of rows that have none.
-inline constexpr int32_t kNotFinite = -1;       // the row's logits hold NaN, +inf or nothing but -inf
-inline constexpr int32_t kNothingAllowed = -2;  // every token is forbidden
 
 // Rows of logits to tokens. Arrays have one entry per output row; of addresses, 0 stands for none.
 //

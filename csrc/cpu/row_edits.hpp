@@ -1,29 +1,15 @@
-// What one output row adds to its logits and forbids among them.
+// The edits of one output row's logits.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <limits>
 
+#include "../sampling_records.hpp"
+
 namespace streamllm::cpu {
 
-// streamllm/ops/step_inputs.py fills these as ROW_EDITS. Ids outside the vocabulary have no effect.
-struct RowEdits {
-  const int32_t* bias_ids;
-  const float* bias_values;
-  const int32_t* seen_ids;       // distinct tokens that the penalties know of
-  const int32_t* output_counts;  // how often each of them stands in the output
-  const int32_t* banned_ids;
-  int64_t num_biases;
-  int64_t num_seen;
-  int64_t num_banned;
-  float repetition_penalty, frequency_penalty, presence_penalty;
-};
-
 namespace row_edits {
-
-// Penalties never make a finite logit infinite, nor any temperature what they leave.
-constexpr float kLargestLogit = 1e30f;
 
 inline float finite(float value) { return std::clamp(value, -kLargestLogit, kLargestLogit); }
 

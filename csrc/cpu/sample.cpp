@@ -14,7 +14,6 @@ namespace streamllm::cpu {
 
 namespace {
 
-constexpr float kGreedyTemperature = 1e-5f;
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 template <typename T>

@@ -50,12 +50,8 @@ namespace {
 
 constexpr int kMaxThreads = 1024;
 constexpr int kMaxVocabSize = 1 << 19;  // sums of that many weights fit into 63 bits
-constexpr float kGreedyTemperature = 1e-5f;
-constexpr int32_t kNotFinite = -1, kNothingAllowed = -2;
 constexpr int32_t kDrawn = -1;  // a target that is none
 constexpr Key kEverything = 0;
-
-enum LogprobsMode : int32_t { kRawLogprobs, kProcessedLogprobs, kRawLogits, kProcessedLogits };
 
 template <typename T>
 __device__ __forceinline__ const T* at_address(int64_t address) {
@@ -222,9 +218,10 @@ __device__ Reported choose(const SampleArgs& args, int row, float* scratch, floa
   finish(drawn.token);
   if (drawn.token < 0 || args.num_logprobs[row] < 0) return kNothing;
 
-  const int32_t mode = args.logprobs_mode[row];
-  const bool normalised = mode == kRawLogprobs || mode == kProcessedLogprobs;
-  if (mode == kRawLogprobs || mode == kRawLogits) return {raw, value_of(raw_largest), normalised};
+  const auto mode = static_cast<LogprobsMode>(args.logprobs_mode[row]);
+  const bool normalised = mode == LogprobsMode::raw_logprobs || mode == LogprobsMode::processed_logprobs;
+  const bool is_raw = mode == LogprobsMode::raw_logprobs || mode == LogprobsMode::raw_logits;
+  if (is_raw) return {raw, value_of(raw_largest), normalised};
   if (greedy) return {logits, maximum, normalised};
   for_each(logits, count, [&](int id, float logit) {
     scratch[id] = key_of(weights[id], id) >= drawn.cutoff ? logit / temperature : kLowest;

@@ -4,27 +4,12 @@
 
 #include <cstdint>
 
+#include "../sampling_records.hpp"
 #include "launch.hpp"
 #include "sampling_search.hpp"
 
 namespace streamllm::cuda::sampling {
 
-// ROW_EDITS of streamllm/ops/step_inputs.py, with device addresses. Ids outside the vocabulary have no
-// effect; bias_ids are distinct, and so are seen_ids.
-struct RowEdits {
-  const int32_t* bias_ids;
-  const float* bias_values;
-  const int32_t* seen_ids;       // tokens that the penalties know of
-  const int32_t* output_counts;  // how often each of them stands in the output
-  const int32_t* banned_ids;
-  int64_t num_biases;
-  int64_t num_seen;
-  int64_t num_banned;
-  float repetition_penalty, frequency_penalty, presence_penalty;
-};
-
-// Penalties never make a finite logit infinite, nor any temperature what they leave.
-inline constexpr float kLargestLogit = 1e30f;
 inline constexpr float kLowest = -INFINITY;
 
 // NaN stays NaN.

@@ -85,9 +85,8 @@ def blank_results(sampling: SamplingBuffers) -> None:
         array[...] = np.nan if array.dtype == np.float32 else -77
 
 
-def edits_in_vocabulary(address: int, vocab_size: int) -> sampler.RowEdits:
-    """The edits at an address without ids that are none."""
-    edits = sampler.RowEdits.at(address)
+def edits_in_vocabulary(edits: sampler.RowEdits, vocab_size: int) -> sampler.RowEdits:
+    """The edits without ids that are none."""
     lists = (edits.bias_ids, edits.seen_ids, edits.banned_ids)
     bias, seen, banned = ((ids >= 0) & (ids < vocab_size) for ids in lists)
     return sampler.RowEdits(
@@ -107,7 +106,7 @@ def defined(logits: np.ndarray, sampling: SamplingBuffers) -> SamplingBuffers:
     expected = copy_buffers(sampling)
     records, read, vocab_size = {}, sampler.RowEdits.at, logits.shape[1]
     for address in set(sampling.edits[sampling.edits != 0].tolist()):
-        records[address] = edits_in_vocabulary(address, vocab_size)
+        records[address] = edits_in_vocabulary(read(address), vocab_size)
     sampler.RowEdits.at = staticmethod(records.__getitem__)
     try:
         with np.errstate(invalid="ignore", over="ignore", divide="ignore", under="ignore"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.sampling_checks import random_rules
+from helpers.sampling_checks import edits_in_vocabulary, random_rules
 from helpers.sampling_rows import RowRules, copy_buffers, native_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,23 +39,6 @@ def instruction_set(request):
     _native.set_instruction_set(before)
 
 
-def in_vocabulary(rules: sampler.RowEdits, vocab_size: int) -> sampler.RowEdits:
-    """The edits without those ids that are none."""
-    bias, seen, banned = (
-        (ids >= 0) & (ids < vocab_size) for ids in (rules.bias_ids, rules.seen_ids, rules.banned_ids)
-    )
-    return sampler.RowEdits(
-        rules.bias_ids[bias],
-        rules.bias_values[bias],
-        rules.seen_ids[seen],
-        rules.output_counts[seen],
-        rules.banned_ids[banned],
-        rules.repetition_penalty,
-        rules.frequency_penalty,
-        rules.presence_penalty,
-    )
-
-
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 100, 1000, 4099])
 def test_native_equals_numpy_with_everything_at_once(instruction_set, vocab_size, monkeypatch):
     rng = np.random.default_rng(vocab_size)
@@ -76,7 +59,7 @@ def test_native_equals_numpy_with_everything_at_once(instruction_set, vocab_size
     native_sample(logits, vocab_size, native)
     read = sampler.RowEdits.at
     monkeypatch.setattr(
-        sampler.RowEdits, "at", staticmethod(lambda address: in_vocabulary(read(address), vocab_size))
+        sampler.RowEdits, "at", staticmethod(lambda address: edits_in_vocabulary(read(address), vocab_size))
     )
     sampler.sample(logits, reference)
     del kept

@@ -65,8 +65,8 @@ def test_arguments_lie_where_the_kernel_looks_for_them(source, struct, tmp_path)
     assert as_compiled(source, struct.__name__, tmp_path) == (ctypes.sizeof(struct), mirrored)
 
 
-def test_edits_of_a_row_of_logits_lie_where_sampling_looks_for_them(tmp_path):
+def test_edits_of_a_row_of_logits_lie_where_both_samplers_look_for_them(tmp_path):
     assert ROW_EDITS.fields is not None and ROW_EDITS.names is not None
     places = [(name, ROW_EDITS.fields[name]) for name in ROW_EDITS.names]
     mirrored = [(name, offset, np.dtype(dtype).itemsize) for name, (dtype, offset, *_) in places]
-    assert as_compiled("sampling_rules.hpp", "RowEdits", tmp_path) == (ROW_EDITS.itemsize, mirrored)
+    assert as_compiled("../sampling_records.hpp", "RowEdits", tmp_path) == (ROW_EDITS.itemsize, mirrored)
