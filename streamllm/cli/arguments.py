@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from streamllm.config import settings_of
+from streamllm.config import EngineConfig, settings_of
 from streamllm.errors import ConfigError
 from streamllm.vllm_compat import NEUTRAL, SHORT_FLAGS, UNSUPPORTED, check_other_setting
 
@@ -44,6 +44,19 @@ def settings_from(namespace: argparse.Namespace, config_class: type) -> dict[str
     """The settings of ``config_class`` that were given on the command line."""
     given = vars(namespace)
     return {d.name: given[d.name] for d in settings_of(config_class) if d.name in given}
+
+
+def engine_settings(namespace: argparse.Namespace) -> dict[str, Any]:
+    """Those of ``EngineConfig``; the model may be named by position (``model_positional``) or by flag.
+
+    Raises:
+        ConfigError: two models are named.
+    """
+    settings = settings_from(namespace, EngineConfig)
+    named = namespace.model_positional
+    if named is not None and settings.setdefault("model", named) != named:
+        raise ConfigError(f"two models were named, {named} and --model {settings['model']}.")
+    return settings
 
 
 def drop_other_flags(arguments: list[str], parser: argparse.ArgumentParser) -> list[str]:

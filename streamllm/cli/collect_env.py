@@ -151,10 +151,10 @@ def _weight_formats() -> dict[str, Any]:
 
 
 def _models() -> dict[str, Any]:
-    from streamllm.models.registry import FAMILIES
+    from streamllm.models.registry import supported_architectures
 
     return {
-        "as native plans": list(FAMILIES),
+        "as native plans": supported_architectures(),
         "eagerly, as a whole": "none (--backend torch runs any of them so, as the reference)",
     }
 

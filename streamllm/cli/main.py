@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from streamllm import __version__
-from streamllm.cli import collect_env, serve, tune_gpu
+from streamllm.cli import collect_env, models, plan, pull, serve, tune_gpu
 from streamllm.errors import ConfigError, StreamLLMError
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "pull": pull.run,
+    "list": models.run_list,
+    "remove": models.run_remove,
+    "plan": plan.run,
+    "collect-env": collect_env.run,
+    "tune-gpu": tune_gpu.run,
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -33,6 +43,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         allow_abbrev=False,
     )
     serve.add_arguments(serve_parser)
+    _add_model_commands(commands)
     collect_env.add_arguments(
         commands.add_parser(
             "collect-env",
@@ -53,6 +64,21 @@ def build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     return parser, serve_parser
 
 
+def _add_model_commands(commands: Any) -> None:
+    for name, add_arguments, help_text, more in (
+        ("pull", pull.add_arguments, "fetch a model",
+         "What is here already is not fetched again, and an interrupted download goes on where it stopped."),
+        ("list", models.add_list_arguments, "list the models on this machine",
+         "Those in streamllm's cache and in the Hugging Face hub's, the last used first."),
+        ("remove", models.add_remove_arguments, "delete a model from the caches", ""),
+        ("plan", plan.add_arguments, "say what a model would take here, without loading it",
+         "Memory for weights and KV cache, and how many sequences fit. Of a model on the hub only the config "
+         "and the headers of its files are read."),
+    ):  # fmt: skip
+        description = f"{help_text[0].upper()}{help_text[1:]}. {more}".rstrip()
+        add_arguments(commands.add_parser(name, help=help_text, description=description, allow_abbrev=False))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line.
 
@@ -66,10 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
             options = serve_parser.parse_args(serve.prepare(arguments[1:], serve_parser))
             return serve.run(options)
         options = parser.parse_args(arguments)
-        if options.command == "collect-env":
-            return collect_env.run(options)
-        if options.command == "tune-gpu":
-            return tune_gpu.run(options)
+        if options.command in _COMMANDS:
+            return _COMMANDS[options.command](options)
         parser.print_help()
         return 0
     except ConfigError as error:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from streamllm.cli.arguments import add_settings, drop_other_flags, settings_from
+from streamllm.cli.arguments import add_settings, drop_other_flags, engine_settings, settings_from
 from streamllm.config import EngineConfig, ServerConfig
 from streamllm.errors import ConfigError, ModelLoadError
 
@@ -72,18 +72,11 @@ def run(options: argparse.Namespace) -> int:
 
 def read_configs(options: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
     """The two configurations that a parsed command line asks for."""
-    engine_settings = settings_from(options, EngineConfig)
-    if options.model_positional is not None:
-        if engine_settings.get("model", options.model_positional) != options.model_positional:
-            raise ConfigError(
-                f"two models were named, {options.model_positional} and --model {engine_settings['model']}."
-            )
-        engine_settings["model"] = options.model_positional
     server_settings = settings_from(options, ServerConfig)
     server_settings["api_key"] = read_api_keys(server_settings)
     if server_settings.get("chat_template"):
         server_settings["chat_template"] = read_chat_template(server_settings["chat_template"])
-    return EngineConfig(**engine_settings), ServerConfig(**server_settings)
+    return EngineConfig(**engine_settings(options)), ServerConfig(**server_settings)
 
 
 def read_api_keys(settings: dict[str, Any]) -> tuple[str, ...]:

@@ -113,13 +113,14 @@ def _tune_products(model: str | None, dtype: Any, device: Any) -> dict[str, Prod
 
     files = resolve(model)
     config = ModelConfig.from_files(files)
-    stored_as: Any = open_checkpoint(files, config).format("model.layers.0.self_attn.q_proj.weight")
-    if dtype == torch.float32:
-        stored_as = "dense"
-    elif stored_as not in PACKED_FORMATS:
+    if config.through_transformers:
         return {}
+    checkpoint = open_checkpoint(files, config)
     found = {}
-    for n, k in weight_shapes(config):
+    for (n, k), name in weight_shapes(config).items():
+        stored_as: Any = "dense" if dtype == torch.float32 else checkpoint.format(name)
+        if stored_as != "dense" and stored_as not in PACKED_FORMATS:
+            continue
         problem = product_problem(stored_as, dtype.itemsize, n, k)
         print(f"product, {problem}:", flush=True)
         found[problem] = tune(stored_as, n, k, dtype, device, _print_product)

@@ -20,6 +20,7 @@ _STRING, _ARRAY = 8, 9
 # struct format characters of GGUF's scalar types.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MAX_DIMENSIONS = 8
+_SHORT_ARRAY = 1024
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class GGUFFile:
 
     Attributes:
         path: the file.
-        metadata: every key and value; arrays are lists. Without ``arrays``, arrays are left out.
+        metadata: every key and value; arrays are lists. Without ``arrays``, those of strings and long ones
+            are left out.
         tensors: the directory, by name in the file.
         size: of the file in bytes.
 
@@ -134,7 +136,9 @@ class _Reader:
         if item_type in _SCALARS:
             code = _SCALARS[item_type]
             start = self._take(length * struct.calcsize("<" + code))
-            return list(struct.unpack_from(f"<{length}{code}", self.data, start)) if arrays else None
+            if not arrays and length > _SHORT_ARRAY:
+                return None
+            return list(struct.unpack_from(f"<{length}{code}", self.data, start))
         if item_type == _STRING and not arrays:
             for _ in range(length):
                 self._take(self.scalar("Q"))

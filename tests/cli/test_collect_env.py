@@ -11,7 +11,7 @@ from streamllm import _native, machine
 from streamllm.cli import collect_env
 from streamllm.cli.main import main
 from streamllm.errors import ConfigError
-from streamllm.models.registry import FAMILIES
+from streamllm.models.registry import supported_architectures
 from streamllm.ops import instruction_set
 from streamllm.ops.gpu import dispatch
 from streamllm.ops.gpu.dispatch import KernelChoice
@@ -31,7 +31,7 @@ def test_it_says_what_runs_here_and_why(capsys):
     assert kernels["threads"].startswith(f"{machine.available_cores()}: ")
     assert set(_native.weight_formats()) < set(sections["weight formats"])
     assert sections["KV cache"] == {"--dtype auto": "float16", "--dtype float32": "float32"}
-    assert sections["models"]["as native plans"] == list(FAMILIES)
+    assert sections["models"]["as native plans"] == supported_architectures()
     assert sections["packages"]["numpy"]
 
 

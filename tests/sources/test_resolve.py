@@ -31,6 +31,13 @@ def test_a_gguf_file_and_a_folder_with_one(tmp_path: Path) -> None:
         assert (files.name, files.served_name, files.kind, files.path) == (name, *expected)
 
 
+def test_a_split_gguf_is_one_model(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"Tiny-Q8_0-0000{number}-of-00002.gguf").touch()
+    files = resolve(str(tmp_path))
+    assert (files.served_name, files.path.name) == ("Tiny", "Tiny-Q8_0-00001-of-00002.gguf")
+
+
 def test_an_existing_folder_wins_over_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "org" / "name"
     folder.mkdir(parents=True)
@@ -57,9 +64,11 @@ def test_no_name_is_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_hub_id_keeps_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
-    monkeypatch.setattr(hub, "fetch", lambda name, **kwargs: asked.append((name, kwargs)) or tmp_path)
+    model = hub.HubModel("folder", tmp_path)
+    monkeypatch.setattr(hub, "fetch", lambda name, **kwargs: asked.append((name, kwargs)) or model)
     files = resolve("org/Model-1.5B", revision="v2", offline=False, progress=False)
-    assert asked == [("org/Model-1.5B", {"revision": "v2", "offline": False, "progress": False})]
+    expected = {"revision": "v2", "offline": False, "progress": False, "update": False}
+    assert asked == [(hub.HubName("org/Model-1.5B"), expected)]
     assert files == ModelFiles("org/Model-1.5B", "org/Model-1.5B", "folder", tmp_path)
 
 
@@ -94,7 +103,7 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
         resolve(str(tmp_path))
     (tmp_path / "a.gguf").touch()
     (tmp_path / "b.gguf").touch()
-    with pytest.raises(ModelLoadError, match=r"2 \.gguf files \(a\.gguf, b\.gguf\)"):
+    with pytest.raises(ModelLoadError, match=r"2 \.gguf models \(a\.gguf, b\.gguf\)"):
         resolve(str(tmp_path))
     (tmp_path / "model.bin").touch()
     with pytest.raises(ModelLoadError, match=r"does not end in \.gguf"):
