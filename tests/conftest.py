@@ -23,3 +23,11 @@ def default_model_path() -> Path:
     from streamllm.sources import resolve
 
     return resolve(None, progress=False).path
+
+
+@pytest.fixture(scope="session")
+def gemma_model_path() -> Path:
+    """Gemma 3 270M's GGUF, fetched into the cache on first use; for slow tests (240 MB)."""
+    from helpers.gemma_model import gemma_gguf
+
+    return gemma_gguf()

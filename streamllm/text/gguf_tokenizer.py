@@ -1,85 +1,38 @@
 """A tokenizer from a GGUF file's metadata (keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-Two kinds of vocabulary are read: ``gpt2`` (byte-level BPE with merges; ``tokenizer.ggml.pre`` names how text
-is cut before merging) and ``llama`` (SentencePiece BPE with scores, merges derived from them). Both become a
-``tokenizers`` object equal to the one that the model's own tokenizer.json describes.
+Three kinds of vocabulary are read: ``gpt2`` (byte-level BPE with merges; ``tokenizer.ggml.pre`` names how
+text is cut before merging), ``llama`` (SentencePiece BPE with scores, merges derived from them) and ``t5``
+(SentencePiece unigram). Each becomes a ``tokenizers`` object equal to the one that the model's own
+tokenizer.json describes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamllm.errors import ModelLoadError
+from streamllm.text import byte_level, sentencepiece_backend
+from streamllm.text.sentencepiece_model import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    SentencePieceModel,
+)
 from streamllm.text.token_bytes import SENTENCEPIECE_SPACE
 from streamllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
 
-# GGUF's token types.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
-
-
-@dataclass(frozen=True)
-class _PreTokenizer:
-    """How one family cuts text before merging.
-
-    Attributes:
-        patterns: applied one after the other; matches and what lies between them become pieces.
-        nfc: text is normalised to Unicode NFC first.
-        ignore_merges: a piece that is a token as a whole is taken as it is.
-        adds_bos: what the family does where the file does not say.
-    """
-
-    patterns: tuple[str, ...]
-    nfc: bool = False
-    ignore_merges: bool = False
-    adds_bos: bool = False
-
-
-_GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|"
-_SYMBOLS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-
-_GPT2 = _PreTokenizer((_GPT2_PATTERN,))
-_DEFAULT = _PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_PATTERN, r"\p{N}+", r"[0-9][0-9][0-9]"))
-_SINGLE_DIGITS = _PreTokenizer((r"\p{N}", _GPT2_PATTERN))
-_LLAMA3 = _PreTokenizer(
-    (_CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _SYMBOLS_AND_SPACES,), ignore_merges=True, adds_bos=True
-)
-_QWEN2 = _PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}" + _SYMBOLS_AND_SPACES,), nfc=True)
-_TEKKEN = _PreTokenizer(
-    (
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ),
-    ignore_merges=True,
-    adds_bos=True,
-)
-# The names are llama.cpp's (src/llama-vocab.cpp), the patterns those of the models' own tokenizer.json files.
-_PRE_TOKENIZERS = {
-    "default": _DEFAULT,
-    "gpt-2": _GPT2,
-    "olmo": _GPT2,
-    "phi-2": _GPT2,
-    "smollm": _SINGLE_DIGITS,
-    "starcoder": _SINGLE_DIGITS,
-    "refact": _SINGLE_DIGITS,
-    "llama-bpe": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama3": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "pixtral": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "megrez": _QWEN2,
-    "tekken": _TEKKEN,
-}
+_NO_TOKEN = (-1, 0xFFFFFFFF)
+# Special tokens of Phi-3 that leave the white space behind them alone; its other ones swallow it, which its
+# tokenizer.json says and a GGUF has no field for.
+_PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -106,165 +59,184 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
         raise ModelLoadError("The GGUF file has no vocabulary (tokenizer.ggml.tokens).")
-    types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise ModelLoadError(f"The GGUF file has {len(tokens)} tokens but {len(types)} token types.")
-    model = metadata.get("tokenizer.ggml.model")
-    if model == "gpt2":
-        backend, adds_bos = _byte_level(metadata, tokens, types)
-    elif model == "llama":
-        backend, adds_bos = _sentencepiece(metadata, tokens, types)
-    else:
-        raise ModelLoadError(
-            f"The GGUF tokenizer {model!r} (tokenizer.ggml.model) is not supported; supported: gpt2, llama."
-        )
-    _add_special_tokens(backend, tokens, types)
-
-    def token(name: str) -> str | None:
-        token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        return tokens[token_id] if token_id is not None and 0 <= token_id < len(tokens) else None
+    match metadata.get("tokenizer.ggml.model"):
+        case "gpt2":
+            backend, adds_bos = _byte_level(metadata, tokens, types)
+        case "llama":
+            if _is_gemma(metadata):
+                tokens = [_respelled_spaces(token) for token in tokens]
+            backend, adds_bos = _sentencepiece_bpe(metadata, tokens, types), True
+        case "t5":
+            backend, adds_bos = _sentencepiece_unigram(metadata, tokens, types), False
+        case model:
+            raise ModelLoadError(
+                f"The GGUF tokenizer {model!r} (tokenizer.ggml.model) is not supported; supported: gpt2, "
+                "llama, t5."
+            )
+    _add_tokens(backend, metadata, tokens, types)
 
     named = {
-        "bos_token": token("bos"),
-        "eos_token": token("eos"),
-        "unk_token": token("unknown"),
-        "pad_token": token("padding"),
+        "bos_token": _named_token(metadata, tokens, "bos"),
+        "eos_token": _named_token(metadata, tokens, "eos"),
+        "unk_token": _named_token(metadata, tokens, "unknown"),
+        "pad_token": _named_token(metadata, tokens, "padding"),
     }
     _set_bos_and_eos(
         backend,
         named["bos_token"] if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else None,
         named["eos_token"] if metadata.get("tokenizer.ggml.add_eos_token", False) else None,
     )
+    # Instruct models end a turn with a token of its own (eot), Llama 3.1 a tool call with another (eom).
+    ends = [_named_token(metadata, tokens, name) for name in ("eos", "eot", "eom")]
     return Tokenizer(
         backend,
-        special_token_strings={name: text for name, text in named.items() if text is not None},
-        # Instruct models end a turn with a token of its own (eot), Llama 3.1 a tool call with another (eom).
-        eos_tokens=[text for name in ("eos", "eot", "eom") if (text := token(name)) is not None],
+        special_token_strings={name: token for name, token in named.items() if token is not None},
+        eos_tokens=[token for token in ends if token is not None],
         chat_template=metadata.get("tokenizer.chat_template"),
     )
+
+
+def _named_token(metadata: Mapping[str, Any], tokens: list[str], name: str) -> str | None:
+    """A special token by the field with its id; ``None`` where the file has no such token."""
+    field = f"tokenizer.ggml.{name}_token_id"
+    token_id = metadata.get(field)
+    if token_id is None or token_id in _NO_TOKEN:
+        return None
+    if not 0 <= token_id < len(tokens):
+        raise ModelLoadError(f"The GGUF file's {field} is {token_id}, but it has {len(tokens)} tokens.")
+    return tokens[token_id] or None
 
 
 def _byte_level(
     metadata: Mapping[str, Any], tokens: list[str], types: list[int]
 ) -> tuple[tokenizers.Tokenizer, bool]:
     """GPT-2's byte-level BPE, and whether the family starts texts with BOS."""
-    import tokenizers
-    from tokenizers import decoders, normalizers, pre_tokenizers
-
     name = metadata.get("tokenizer.ggml.pre")
-    rules = _PRE_TOKENIZERS.get(name) if name is not None else None
+    rules = byte_level.GGUF_PRE_TOKENIZERS.get(name) if name is not None else None
     if rules is None:
         raise ModelLoadError(
             "The GGUF file does not name its pre-tokenizer (tokenizer.ggml.pre); convert the model again."
             if name is None
             else f"The GGUF pre-tokenizer {name!r} (tokenizer.ggml.pre) is not supported; supported: "
-            f"{', '.join(_PRE_TOKENIZERS)}."
+            f"{', '.join(byte_level.GGUF_PRE_TOKENIZERS)}."
         )
     # Rows that only pad the embedding matrix are no tokens.
-    vocabulary = {
-        token: token_id
-        for token_id, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if not (kind == _UNUSED and token.startswith("[PAD"))
-    }
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or ()]
-    backend = tokenizers.Tokenizer(_bpe(vocab=vocabulary, merges=merges, ignore_merges=rules.ignore_merges))
-    if rules.nfc:
-        backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
+    vocabulary = sentencepiece_backend.vocabulary_of(
         [
-            *(pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in rules.patterns),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            "" if kind == UNUSED and token.startswith("[PAD") else token
+            for token, kind in zip(tokens, types, strict=True)
         ]
     )
-    backend.decoder = decoders.ByteLevel()
-    return backend, rules.adds_bos
+    return byte_level.build_backend(vocabulary, _merges(metadata) or [], rules), rules.adds_bos
 
 
-def _sentencepiece(
+def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]] | None:
+    """The merges in the file, best first; ``None`` where it has none."""
+    merges = metadata.get("tokenizer.ggml.merges")
+    if merges is None:
+        return None
+    # Behind the first character, for a token may start with a space.
+    cuts = [merge.find(" ", 1) for merge in merges]
+    return [(merge[:cut], merge[cut + 1 :]) for merge, cut in zip(merges, cuts, strict=True)]
+
+
+def _sentencepiece_bpe(
     metadata: Mapping[str, Any], tokens: list[str], types: list[int]
-) -> tuple[tokenizers.Tokenizer, bool]:
-    """SentencePiece BPE as in Llama 2's tokenizer.json; it starts texts with BOS unless the file says no."""
-    import tokenizers
-    from tokenizers import decoders, normalizers
-
-    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    if "tokenizer.ggml.merges" in metadata:
-        merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    else:
-        scores = metadata.get("tokenizer.ggml.scores")
-        if not scores or len(scores) != len(tokens):
-            raise ModelLoadError("The GGUF file has no score (tokenizer.ggml.scores) for each of its tokens.")
-        pieces = zip(tokens, scores, types, strict=True)
-        merges = merges_from_scores(
-            vocabulary, {token: score for token, score, kind in pieces if kind == _NORMAL}
-        )
-    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
-    adds_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    backend = tokenizers.Tokenizer(
-        _bpe(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    )
-    space = SENTENCEPIECE_SPACE
-    backend.normalizer = normalizers.Sequence(
-        [*([normalizers.Prepend(space)] if adds_space else []), normalizers.Replace(" ", space)]
-    )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace(space, " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            *([decoders.Strip(" ", 1, 0)] if adds_space else []),
+) -> tokenizers.Tokenizer:
+    """SentencePiece BPE as in Llama 2's and Gemma's tokenizer.json."""
+    merges = _merges(metadata)
+    scores = [0.0] * len(tokens) if merges is not None else _scores(metadata, tokens)
+    if _is_gemma(metadata):
+        # Runs of spaces are merged first. Their score says nothing.
+        scores = [
+            float("inf") if kind == USER_DEFINED else score for score, kind in zip(scores, types, strict=True)
         ]
+        types = [
+            NORMAL if kind == USER_DEFINED and not token.strip(SENTENCEPIECE_SPACE) else kind
+            for token, kind in zip(tokens, types, strict=True)
+        ]
+    model = SentencePieceModel(
+        tokens,
+        scores,
+        _without_user_defined(types),
+        is_unigram=False,
+        byte_fallback=True,
+        unknown_id=types.index(UNKNOWN) if UNKNOWN in types else -1,
+        adds_space=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),
+        removes_extra_spaces=False,
     )
-    return backend, True
+    return sentencepiece_backend.build_backend(model, merges=merges)
 
 
-def merges_from_scores(vocabulary: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The merges, best first, that make BPE choose as SentencePiece does by the merged piece's score.
+def _sentencepiece_unigram(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int]
+) -> tokenizers.Tokenizer:
+    """SentencePiece unigram, which is what converters write for T5's kind of tokenizer."""
+    model = SentencePieceModel(
+        tokens,
+        _scores(metadata, tokens),
+        _without_user_defined(types),
+        is_unigram=True,
+        byte_fallback=BYTE in types,
+        unknown_id=types.index(UNKNOWN) if UNKNOWN in types else -1,
+        adds_space=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),
+        removes_extra_spaces=bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", False)),
+        charsmap=bytes(metadata.get("tokenizer.ggml.precompiled_charsmap") or ()),
+    )
+    return sentencepiece_backend.build_backend(model)
 
-    Each piece can arise from every way to cut it into two tokens. The order among those, which SentencePiece
-    leaves to their place in the text, is the one of Transformers' converter.
 
-    Args:
-        vocabulary: token to id, every token that may be a part.
-        scores: score of each token that may be the result.
+def _scores(metadata: Mapping[str, Any], tokens: list[str]) -> list[float]:
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not scores or len(scores) != len(tokens):
+        raise ModelLoadError("The GGUF file has no score (tokenizer.ggml.scores) for each of its tokens.")
+    return scores
+
+
+def _without_user_defined(types: list[int]) -> list[int]:
+    """The types for SentencePiece's part of the work: what is user-defined becomes an added token instead."""
+    return [UNUSED if kind == USER_DEFINED else kind for kind in types]
+
+
+def _is_gemma(metadata: Mapping[str, Any]) -> bool:
+    return str(metadata.get("general.architecture", "")).startswith("gemma")
+
+
+def _respelled_spaces(token: str) -> str:
+    """Gemma's tokens for runs of spaces stand in a GGUF as spaces, where its vocabulary has ``▁``."""
+    return token if token.strip(" ") or len(token) < 2 else SENTENCEPIECE_SPACE * len(token)
+
+
+def _add_tokens(
+    backend: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: list[str], types: list[int]
+) -> None:
+    """Control tokens are special, user-defined ones (such as ``<think>``) are whole but part of the text.
+
+    Gemma's runs of ``▁`` are neither: they stand for spaces, which merging finds.
     """
-    candidates = []
-    for piece, score in scores.items():
-        splits = [
-            (vocabulary[piece[:cut]], vocabulary[piece[cut:]], cut)
-            for cut in range(1, len(piece))
-            if piece[:cut] in vocabulary and piece[cut:] in vocabulary
-        ]
-        candidates += [(score, cut, len(piece) - cut, piece) for _, _, cut in sorted(splits)]
-    candidates.sort(key=lambda candidate: candidate[:3], reverse=True)
-    return [(piece[:cut], piece[cut:]) for _, cut, _, piece in candidates]
-
-
-def _bpe(**arguments: Any) -> tokenizers.models.BPE:
-    from tokenizers import models
-
-    try:
-        return models.BPE(**arguments)
-    except Exception as error:  # the package raises bare Exception
-        raise ModelLoadError(
-            f"The GGUF file's vocabulary and merges do not fit together: {error}."
-        ) from error
-
-
-def _add_special_tokens(backend: tokenizers.Tokenizer, tokens: Iterable[str], types: Iterable[int]) -> None:
-    """Control tokens are special, user-defined ones (such as ``<think>``) are whole but part of the text."""
     from tokenizers import AddedToken
 
-    kinds = list(zip(tokens, types, strict=True))
+    is_phi3 = (
+        metadata.get("general.architecture") == "phi3" and metadata.get("tokenizer.ggml.model") == "llama"
+    )
+    kinds = [(token, kind) for token, kind in zip(tokens, types, strict=True) if token]
     backend.add_special_tokens(
         [
-            AddedToken(token, special=True, normalized=False)
+            AddedToken(token, special=True, normalized=False, rstrip=is_phi3 and token not in _PHI3_PLAIN)
             for token, kind in kinds
-            if token and kind in (_CONTROL, _UNKNOWN)
+            if kind in (CONTROL, UNKNOWN)
         ]
     )
+    is_gemma = _is_gemma(metadata)
     backend.add_tokens(
-        [AddedToken(token, normalized=False) for token, kind in kinds if token and kind == _USER_DEFINED]
+        [
+            AddedToken(token, normalized=False)
+            for token, kind in kinds
+            if kind == USER_DEFINED and not (is_gemma and not token.strip(SENTENCEPIECE_SPACE))
+        ]
     )
 
 
