@@ -54,6 +54,21 @@ int64_t quantized_bytes(int64_t rows, int64_t width) {
   return width / kGroup * quantized_stride(rows) * static_cast<int64_t>(sizeof(QuantizedGroup));
 }
 
+NormArgs norm_args(Address x, int64_t x_stride, Address residual, int64_t residual_stride, Address weight,
+                   Address bias, int64_t dim, float eps, Address out, int64_t out_stride, bool quantized) {
+  return {
+      .x = pointer<const float>(x),
+      .x_stride = x_stride,
+      .residual = pointer<float>(residual),
+      .residual_stride = residual_stride,
+      .weight = pointer<const float>(weight),
+      .bias = pointer<const float>(bias),
+      .dim = dim,
+      .eps = eps,
+      .out = {pointer<void>(out), out_stride, quantized},
+  };
+}
+
 void embedding(Plan& plan, Address token_ids, std::shared_ptr<PackedMatrix> weight, Address out,
                int64_t out_stride) {
   plan.add(
@@ -61,17 +76,39 @@ void embedding(Plan& plan, Address token_ids, std::shared_ptr<PackedMatrix> weig
 }
 
 void rms_norm(Plan& plan, Address x, int64_t x_stride, Address residual, int64_t residual_stride,
-              Address weight, int64_t dim, float eps, Address out, int64_t out_stride, bool quantized) {
-  plan.add(make_rms_norm({
-      .x = pointer<const float>(x),
-      .x_stride = x_stride,
-      .residual = pointer<float>(residual),
-      .residual_stride = residual_stride,
-      .weight = pointer<const float>(weight),
-      .dim = dim,
-      .eps = eps,
-      .out = {pointer<void>(out), out_stride, quantized},
-  }));
+              Address weight, int64_t dim, float eps, Address out, int64_t out_stride, bool quantized,
+              bool on_outputs) {
+  plan.add(make_rms_norm(
+      norm_args(x, x_stride, residual, residual_stride, weight, 0, dim, eps, out, out_stride, quantized),
+      on_outputs));
+}
+
+void layer_norm(Plan& plan, Address x, int64_t x_stride, Address residual, int64_t residual_stride,
+                Address weight, Address bias, int64_t dim, float eps, Address out, int64_t out_stride,
+                bool quantized, bool on_outputs) {
+  plan.add(make_layer_norm(
+      norm_args(x, x_stride, residual, residual_stride, weight, bias, dim, eps, out, out_stride, quantized),
+      on_outputs));
+}
+
+void add(Plan& plan, Address x, int64_t x_stride, Address other, int64_t other_stride, int64_t dim,
+         bool on_outputs) {
+  plan.add(
+      make_add({pointer<const float>(x), x_stride, pointer<float>(other), other_stride, dim}, on_outputs));
+}
+
+void scale(Plan& plan, Address x, int64_t x_stride, int64_t dim, float factor, bool on_outputs) {
+  plan.add(make_scale({pointer<float>(x), x_stride, dim, factor}, on_outputs));
+}
+
+void soft_cap(Plan& plan, Address x, int64_t x_stride, int64_t dim, float cap, bool on_outputs) {
+  plan.add(make_soft_cap({pointer<float>(x), x_stride, dim, cap}, on_outputs));
+}
+
+void sigmoid_scale(Plan& plan, Address x, int64_t x_stride, int64_t dim, Address gate, int64_t gate_stride,
+                   bool on_outputs) {
+  plan.add(make_sigmoid_scale({pointer<float>(x), x_stride, dim, pointer<const float>(gate), gate_stride},
+                              on_outputs));
 }
 
 void linear(Plan& plan, Address x, int64_t x_stride, std::shared_ptr<PackedMatrix> weight, Address bias,
@@ -90,9 +127,10 @@ void linear(Plan& plan, Address x, int64_t x_stride, std::shared_ptr<PackedMatri
 }
 
 void rotary_and_cache(Plan& plan, Address qkv, int64_t qkv_stride, int num_heads, int num_kv_heads,
-                      int head_dim, int rotary_dim, Address q_norm, Address k_norm, float norm_eps,
-                      Address cos, Address sin, Address rope_rows, Address slot_mapping, Address key_cache,
-                      Address value_cache, const std::string& kv_dtype, int block_size) {
+                      int head_dim, int rotary_dim, Address q_norm, int64_t q_norm_dim, Address k_norm,
+                      int64_t k_norm_dim, float norm_eps, Address cos, Address sin, Address rope_rows,
+                      Address slot_mapping, Address key_cache, Address value_cache,
+                      const std::string& kv_dtype, int block_size) {
   plan.add(make_rotary_and_cache({
       .qkv = pointer<float>(qkv),
       .qkv_stride = qkv_stride,
@@ -100,8 +138,8 @@ void rotary_and_cache(Plan& plan, Address qkv, int64_t qkv_stride, int num_heads
       .num_kv_heads = num_kv_heads,
       .head_dim = head_dim,
       .rotary_dim = rotary_dim,
-      .q_norm = pointer<const float>(q_norm),
-      .k_norm = pointer<const float>(k_norm),
+      .q_norm = {pointer<const float>(q_norm), q_norm_dim},
+      .k_norm = {pointer<const float>(k_norm), k_norm_dim},
       .norm_eps = norm_eps,
       .cos = pointer<const float>(cos),
       .sin = pointer<const float>(sin),
@@ -115,7 +153,7 @@ void rotary_and_cache(Plan& plan, Address qkv, int64_t qkv_stride, int num_heads
 }
 
 void paged_attention(Plan& plan, Address q, int64_t q_stride, Address out, int64_t out_stride, int num_heads,
-                     int num_kv_heads, int head_dim, float scale, int window, float soft_cap,
+                     int num_kv_heads, int head_dim, float scale, int window, float soft_cap, Address sinks,
                      Address query_start, Address context_lens, Address block_tables, Address key_cache,
                      Address value_cache, const std::string& kv_dtype, int block_size, bool quantized) {
   plan.add(make_paged_attention(
@@ -129,6 +167,7 @@ void paged_attention(Plan& plan, Address q, int64_t q_stride, Address out, int64
           .scale = scale,
           .window = window,
           .soft_cap = soft_cap,
+          .sinks = pointer<const float>(sinks),
           .query_start = pointer<const int32_t>(query_start),
           .context_lens = pointer<const int32_t>(context_lens),
           .block_tables = pointer<const int64_t>(block_tables),
@@ -140,14 +179,58 @@ void paged_attention(Plan& plan, Address q, int64_t q_stride, Address out, int64
       plan.num_threads()));
 }
 
-void silu_and_mul(Plan& plan, Address x, int64_t x_stride, int64_t dim, Address out, int64_t out_stride,
-                  bool quantized) {
-  plan.add(make_silu_and_mul({
+void activate(Plan& plan, Address x, int64_t x_stride, int64_t dim, const std::string& activation,
+              Address out, int64_t out_stride, bool quantized, bool on_outputs) {
+  plan.add(make_activate(
+      {
+          .x = pointer<const float>(x),
+          .x_stride = x_stride,
+          .dim = dim,
+          .activation = activation_from_name(activation.c_str()),
+          .out = {pointer<void>(out), out_stride, quantized},
+      },
+      on_outputs));
+}
+
+void gate_and_mul(Plan& plan, Address x, int64_t x_stride, int64_t dim, const std::string& activation,
+                  float limit, Address out, int64_t out_stride, bool quantized, bool on_outputs) {
+  plan.add(make_gate_and_mul(
+      {
+          .x = pointer<const float>(x),
+          .x_stride = x_stride,
+          .dim = dim,
+          .activation = activation_from_name(activation.c_str()),
+          .limit = limit,
+          .out = {pointer<void>(out), out_stride, quantized},
+      },
+      on_outputs));
+}
+
+void experts(Plan& plan, Address x, int64_t x_stride, bool x_quantized, Address router_logits,
+             int64_t router_stride, std::vector<std::shared_ptr<PackedMatrix>> gate_up, Address gate_up_bias,
+             std::vector<std::shared_ptr<PackedMatrix>> down, Address down_bias, int64_t top_k,
+             bool normalize, const std::string& activation, float limit, Address active,
+             int64_t active_stride, bool active_quantized, Address out, int64_t out_stride, bool on_outputs) {
+  const ExpertsArgs args{
       .x = pointer<const float>(x),
       .x_stride = x_stride,
-      .dim = dim,
-      .out = {pointer<void>(out), out_stride, quantized},
-  }));
+      .quantized_x = x_quantized ? pointer<const QuantizedGroup>(x) : nullptr,
+      .router_logits = pointer<const float>(router_logits),
+      .router_stride = router_stride,
+      .gate_up = {gate_up.begin(), gate_up.end()},
+      .down = {down.begin(), down.end()},
+      .gate_up_bias = pointer<const float>(gate_up_bias),
+      .down_bias = pointer<const float>(down_bias),
+      .top_k = top_k,
+      .normalize = normalize,
+      .activation = activation_from_name(activation.c_str()),
+      .limit = limit,
+      .active = {pointer<void>(active), active_stride, active_quantized},
+      .out = pointer<float>(out),
+      .out_stride = out_stride,
+      .on_outputs = on_outputs,
+  };
+  for (auto& op : make_experts(args, plan.scratch())) plan.add(std::move(op));
 }
 
 void gather_rows(Plan& plan, Address x, int64_t x_stride, Address indices, int64_t dim, Address out,
@@ -228,11 +311,11 @@ NB_MODULE(_native, m) {
       .def(
           "append_rows",
           [](PackedMatrix& matrix, const std::string& format, Address address, int64_t rows,
-             int64_t row_stride) {
+             int64_t row_stride, int num_threads) {
             matrix.append_rows(weight_format_from_name(format.c_str()), pointer<const uint8_t>(address), rows,
-                               row_stride);
+                               row_stride, num_threads);
           },
-          "format"_a, "address"_a, "rows"_a, "row_stride"_a, ReleaseGil())
+          "format"_a, "address"_a, "rows"_a, "row_stride"_a, "num_threads"_a = 1, ReleaseGil())
       .def_prop_ro("n", &PackedMatrix::n)
       .def_prop_ro("k", &PackedMatrix::k)
       .def_prop_ro("num_bytes", &PackedMatrix::num_bytes)
@@ -247,18 +330,32 @@ NB_MODULE(_native, m) {
       .def(nb::init<std::shared_ptr<ThreadPool>>(), "pool"_a)
       .def("embedding", &embedding, "token_ids"_a, "weight"_a, "out"_a, "out_stride"_a)
       .def("rms_norm", &rms_norm, "x"_a, "x_stride"_a, "residual"_a, "residual_stride"_a, "weight"_a, "dim"_a,
-           "eps"_a, "out"_a, "out_stride"_a, "quantized"_a = false)
+           "eps"_a, "out"_a, "out_stride"_a, "quantized"_a = false, "on_outputs"_a = false)
+      .def("layer_norm", &layer_norm, "x"_a, "x_stride"_a, "residual"_a, "residual_stride"_a, "weight"_a,
+           "bias"_a, "dim"_a, "eps"_a, "out"_a, "out_stride"_a, "quantized"_a = false, "on_outputs"_a = false)
+      .def("add", &add, "x"_a, "x_stride"_a, "other"_a, "other_stride"_a, "dim"_a, "on_outputs"_a = false)
+      .def("scale", &scale, "x"_a, "x_stride"_a, "dim"_a, "factor"_a, "on_outputs"_a = false)
+      .def("soft_cap", &soft_cap, "x"_a, "x_stride"_a, "dim"_a, "cap"_a, "on_outputs"_a = false)
+      .def("sigmoid_scale", &sigmoid_scale, "x"_a, "x_stride"_a, "dim"_a, "gate"_a, "gate_stride"_a,
+           "on_outputs"_a = false)
       .def("linear", &linear, "x"_a, "x_stride"_a, "weight"_a, "bias"_a, "out"_a, "out_stride"_a,
            "on_outputs"_a, "quantized"_a = false)
       .def("rotary_and_cache", &rotary_and_cache, "qkv"_a, "qkv_stride"_a, "num_heads"_a, "num_kv_heads"_a,
-           "head_dim"_a, "rotary_dim"_a, "q_norm"_a, "k_norm"_a, "norm_eps"_a, "cos"_a, "sin"_a,
-           "rope_rows"_a, "slot_mapping"_a, "key_cache"_a, "value_cache"_a, "kv_dtype"_a, "block_size"_a)
+           "head_dim"_a, "rotary_dim"_a, "q_norm"_a, "q_norm_dim"_a, "k_norm"_a, "k_norm_dim"_a, "norm_eps"_a,
+           "cos"_a, "sin"_a, "rope_rows"_a, "slot_mapping"_a, "key_cache"_a, "value_cache"_a, "kv_dtype"_a,
+           "block_size"_a)
       .def("paged_attention", &paged_attention, "q"_a, "q_stride"_a, "out"_a, "out_stride"_a, "num_heads"_a,
-           "num_kv_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "soft_cap"_a, "query_start"_a,
+           "num_kv_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "soft_cap"_a, "sinks"_a, "query_start"_a,
            "context_lens"_a, "block_tables"_a, "key_cache"_a, "value_cache"_a, "kv_dtype"_a, "block_size"_a,
            "quantized"_a = false)
-      .def("silu_and_mul", &silu_and_mul, "x"_a, "x_stride"_a, "dim"_a, "out"_a, "out_stride"_a,
-           "quantized"_a = false)
+      .def("activate", &activate, "x"_a, "x_stride"_a, "dim"_a, "activation"_a, "out"_a, "out_stride"_a,
+           "quantized"_a = false, "on_outputs"_a = false)
+      .def("gate_and_mul", &gate_and_mul, "x"_a, "x_stride"_a, "dim"_a, "activation"_a, "limit"_a, "out"_a,
+           "out_stride"_a, "quantized"_a = false, "on_outputs"_a = false)
+      .def("experts", &experts, "x"_a, "x_stride"_a, "x_quantized"_a, "router_logits"_a, "router_stride"_a,
+           "gate_up"_a, "gate_up_bias"_a, "down"_a, "down_bias"_a, "top_k"_a, "normalize"_a, "activation"_a,
+           "limit"_a, "active"_a, "active_stride"_a, "active_quantized"_a, "out"_a, "out_stride"_a,
+           "on_outputs"_a = false)
       .def("gather_rows", &gather_rows, "x"_a, "x_stride"_a, "indices"_a, "dim"_a, "out"_a, "out_stride"_a)
       .def("sample", &sample, "logits"_a, "logits_stride"_a, "vocab_size"_a, "temperature"_a, "top_k"_a,
            "top_p"_a, "min_p"_a, "seed"_a, "choice"_a, "position"_a, "num_logprobs"_a, "logprobs_mode"_a,

@@ -15,9 +15,10 @@ from typing import Literal
 
 import numpy as np
 
-from streamllm.ops import Attention, RMSNorm
-from streamllm.ops.cpu_plan import CpuOps, PlanBuffer, row_stride
+from streamllm.ops import Attention, Experts, Gate, RMSNorm
+from streamllm.ops.cpu_plan import CpuOps
 from streamllm.ops.kv_cache import KVCache
+from streamllm.ops.plan_recorder import PlanBuffer, row_stride
 from streamllm.ops.step_inputs import SamplingBuffers, StepInputs
 from streamllm.ops.stored_rows import StoredRows
 
@@ -31,15 +32,21 @@ SHAPES = {
     "head": (VOCAB, HIDDEN),
 }
 """Name -> (n, k)."""
+EXPERTS = (2048, 768, 128, 8)
+"""Hidden and intermediate size, experts and how many a row uses: a layer of Qwen3-30B-A3B."""
 ROWS = (1, 8, 32, 128)
 DECODES = tuple((batch, context) for batch in (1, 8, 32) for context in (192, 2048))
 PREFILLS = ((192, 192), (256, 2048))
 """(Rows, context with them) of one sequence."""
 BLOCK_SIZE = 16
 MAX_ROWS = 256
-GROUP = 32
-QUANTIZED_BYTES = {"q4_0": 18, "q4_1": 20, "q8_0": 34}
-"""Bytes of a group of 32 elements."""
+QUANTIZED_BLOCKS = {
+    "q4_0": (32, 18, (0,)), "q4_1": (32, 20, (0, 2)), "q5_0": (32, 22, (0,)), "q5_1": (32, 24, (0, 2)),
+    "q8_0": (32, 34, (0,)), "q2_k": (256, 84, (80, 82)), "q3_k": (256, 110, (108,)),
+    "q4_k": (256, 144, (0, 2)), "q5_k": (256, 176, (0, 2)), "q6_k": (256, 210, (208,)),
+    "iq4_nl": (32, 18, (0,)), "iq4_xs": (256, 136, (0,)),
+}  # fmt: skip
+"""A block's elements and bytes, and where its float16 factors lie."""
 FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 SAMPLING: tuple[dict[str, float], ...] = ({"temperature": 0.0}, {}, {"top_k": 50}, {"top_p": 0.9})
 NUM_LAYERS = 30
@@ -95,14 +102,21 @@ def copies_for(num_bytes: int) -> int:
     return min(-(-CACHE_MULTIPLE * last_level_cache() // num_bytes), MOST_OPS)
 
 
+def fits(stored_as: str, *sizes: int) -> bool:
+    """Whether rows of so many elements are whole blocks of a format."""
+    elements = QUANTIZED_BLOCKS[stored_as][0] if stored_as in QUANTIZED_BLOCKS else 1
+    return all(size % elements == 0 for size in sizes)
+
+
 def stored_weight(stored_as: str, n: int, k: int, seed: int = 0) -> StoredRows:
     """Random rows in a format, as a file would hold them."""
     rng = np.random.default_rng(seed)
-    if stored_as in QUANTIZED_BYTES:
-        rows = rng.integers(0, 256, (n, k // GROUP, QUANTIZED_BYTES[stored_as]), np.uint8)
-        num_factors = 2 if stored_as == "q4_1" else 1
-        factors = rng.uniform(0.001, 0.01, (n, k // GROUP, num_factors)).astype(np.float16)
-        rows[..., : 2 * num_factors] = factors.view(np.uint8).reshape(n, k // GROUP, -1)
+    if stored_as in QUANTIZED_BLOCKS:
+        elements, num_bytes, factors = QUANTIZED_BLOCKS[stored_as]
+        rows = rng.integers(0, 256, (n, k // elements, num_bytes), np.uint8)
+        for offset in factors:
+            factor = rng.uniform(0.001, 0.01, (n, k // elements, 1)).astype(np.float16)
+            rows[..., offset : offset + 2] = factor.view(np.uint8)
         return StoredRows(stored_as, rows.reshape(n, -1))
     values = rng.standard_normal((n, k), np.float32) * np.float32(0.05)
     if stored_as == "float16":
@@ -134,9 +148,32 @@ class CaseMaker:
             work = Work(
                 kernel=f"linear {stored_as}", shape=f"{name} [{n}, {k}]", rows=num_rows,
                 bytes=stored.data.nbytes, operations=2.0 * num_rows * n * k, source="memory",
-                unit="int8" if stored_as in QUANTIZED_BYTES else "float32",
+                unit="int8" if stored_as in QUANTIZED_BLOCKS else "float32",
             )  # fmt: skip
             yield Case(work, copies, partial(run, num_rows, num_rows, num_rows))
+
+    def experts(self, stored_as: str, rows: tuple[int, ...] = ROWS) -> Iterator[Case]:
+        """A mixture-of-experts layer; every repetition routes its rows anew."""
+        hidden, width, count, top_k = EXPERTS
+        gate_up, down = stored_weight(stored_as, 2 * width, hidden), stored_weight(stored_as, hidden, width)
+        layer = Experts(
+            self.ops.expert_matrices(2 * width, hidden, ([gate_up] for _ in range(count))),
+            self.ops.expert_matrices(hidden, width, ([down] for _ in range(count))),
+            num_experts=count, top_k=top_k, normalize=True,
+        )  # fmt: skip
+        for num_rows in rows:
+            used = count * (1 - (1 - top_k / count) ** num_rows)  # experts, as evenly as they are drawn
+            used_bytes = used * (gate_up.data.nbytes + down.data.nbytes)
+            repeats, x = copies_for(int(used_bytes)), self._buffer(hidden)
+            for repeat in range(repeats):
+                self.ops.experts(x, self._buffer(count, rows=num_rows, seed=repeat), layer)
+            run = self._runner()
+            work = Work(
+                kernel=f"experts {stored_as}", shape=f"{top_k} of {count} [{width}, {hidden}]", rows=num_rows,
+                bytes=used_bytes, operations=6.0 * num_rows * top_k * hidden * width, source="memory",
+                unit="int8" if stored_as in QUANTIZED_BLOCKS else "float32",
+            )  # fmt: skip
+            yield Case(work, repeats, partial(run, num_rows, num_rows, num_rows))
 
     def decode(self, batch: int, context: int, kv_cache_dtype: str = "float16") -> Iterator[Case]:
         """Attention of one new token in each of ``batch`` sequences."""
@@ -154,12 +191,13 @@ class CaseMaker:
             self.ops.rms_norm(x, norm, residual)
         yield self._light("rms_norm", f"[{HIDDEN}]", rows, floats=4 * HIDDEN, operations=5 * HIDDEN)
 
-    def silu_and_mul(self, rows: int) -> Iterator[Case]:
+    def gate_and_mul(self, rows: int) -> Iterator[Case]:
+        """The halves of a gated MLP's rows, joined with SiLU."""
         x = self._buffer(2 * INTERMEDIATE)
         for _ in range(NUM_LAYERS):
-            self.ops.silu_and_mul(x)
+            self.ops.gate_and_mul(x, Gate())
         yield self._light(
-            "silu_and_mul", f"[{INTERMEDIATE}]", rows, floats=3 * INTERMEDIATE, operations=15 * INTERMEDIATE
+            "gate_and_mul", f"[{INTERMEDIATE}]", rows, floats=3 * INTERMEDIATE, operations=15 * INTERMEDIATE
         )
 
     def rotary_and_cache(self, rows: int) -> Iterator[Case]:
@@ -193,10 +231,12 @@ class CaseMaker:
 
     # -- inside --------------------------------------------------------------------------------------------
 
-    def _buffer(self, width: int, *, on_outputs: bool = False, rows: int = MAX_ROWS) -> PlanBuffer:
+    def _buffer(
+        self, width: int, *, on_outputs: bool = False, rows: int = MAX_ROWS, seed: int = 1
+    ) -> PlanBuffer:
         """Random activations; their deviation of 3 is that of a model's logits."""
         stride = row_stride(width)
-        values = 3 * np.random.default_rng(1).standard_normal((rows + 1, stride), np.float32)
+        values = 3 * np.random.default_rng(seed).standard_normal((rows + 1, stride), np.float32)
         self._arrays.append(values)
         # Rows of a plan begin at cache lines.
         address = values.ctypes.data + -values.ctypes.data % 64
@@ -250,7 +290,7 @@ class CaseMaker:
         cache.planes[0] = np.random.default_rng(2).standard_normal(cache.planes[0].shape, np.float32)
         cache.planes[1:] = cache.planes[0]
         angles = np.outer(np.arange(MAX_ROWS), 1e4 ** -np.linspace(0, 1, HEAD_DIM // 2)).astype(np.float32)
-        batch = StepInputs.allocate(MAX_ROWS, len(sequences), np.cos(angles), np.sin(angles), cache)
+        batch = StepInputs.allocate(MAX_ROWS, len(sequences), (np.cos(angles),), (np.sin(angles),), cache)
         batch.query_start[1:] = np.cumsum([rows for rows, _ in sequences])
         batch.context_lens[:] = [context for _, context in sequences]
         batch.slot_mapping[0] = np.arange(MAX_ROWS) % (cache.num_blocks * BLOCK_SIZE)
@@ -272,15 +312,21 @@ def cases_by_group(maker: CaseMaker, formats: tuple[str, ...]) -> dict[str, list
     """All cases, by what they should be measured next to: the products of one shape, attention, the rest.
     A plan is made when its turn comes."""
     groups: dict[str, list[CaseSource]] = {
-        name: [partial(maker.linear, stored_as, name) for stored_as in formats] for name in SHAPES
+        name: [partial(maker.linear, stored_as, name) for stored_as in formats if fits(stored_as, k)]
+        for name, (_, k) in SHAPES.items()
     }
+    groups["experts"] = [
+        partial(maker.experts, stored_as)
+        for stored_as in formats
+        if stored_as in QUANTIZED_BLOCKS and fits(stored_as, *EXPERTS[:2])
+    ]
     groups["attention"] = [
         *(partial(maker.decode, batch, context) for batch, context in DECODES),
         *(partial(maker.prefill, rows, context) for rows, context in PREFILLS),
     ]
     groups["others"] = [
         partial(make, rows)
-        for make in (maker.rms_norm, maker.rotary_and_cache, maker.silu_and_mul)
+        for make in (maker.rms_norm, maker.rotary_and_cache, maker.gate_and_mul)
         for rows in ROWS
     ]
     groups["others"] += [

@@ -142,7 +142,7 @@ class Measurement:
 
 
 def _place_in_table(work: Work) -> tuple[int, str]:
-    order = ("linear", "attention", "rms_norm", "rotary", "silu", "sample")
+    order = ("linear", "experts", "attention", "rms_norm", "rotary", "gate_and_mul", "sample")
     place = next(index for index, beginning in enumerate(order) if work.kernel.startswith(beginning))
     # The sort is stable: within a kernel the order is that of measurement.
     return place, work.kernel if place == 0 else ""

@@ -13,6 +13,9 @@ aligned to 16; the stride is not used, and widths are multiples of 32.
 
 from typing import Literal
 
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+"""gelu is exact (erf)."""
+
 def instruction_sets() -> list[str]:
     """Those that this CPU supports, best first: out of "avx512_vnni", "avx512",
     "avx_vnni", "avx2" and "portable"."""
@@ -69,7 +72,9 @@ class PackedMatrix:
     """
 
     def __init__(self, k: int) -> None: ...
-    def append_rows(self, format: str, address: int, rows: int, row_stride: int) -> None:
+    def append_rows(
+        self, format: str, address: int, rows: int, row_stride: int, num_threads: int = 1
+    ) -> None:
         """Copies rows that lie `row_stride` bytes apart to the matrix's end. Releases the GIL.
 
         ValueError for an unknown format, one whose groups do not divide k, or a row_stride too short.
@@ -94,7 +99,8 @@ class Plan:
     """A list of operations over preallocated buffers.
 
     Recording methods append one operation. Most work on the first ``num_tokens`` rows of a run; those said
-    to be on outputs work on ``num_outputs`` rows. RuntimeError if one is recorded while the plan runs.
+    to be on outputs, or recorded with a true ``on_outputs``, work on ``num_outputs`` rows. RuntimeError if
+    one is recorded while the plan runs.
     """
 
     def __init__(self, pool: ThreadPool) -> None: ...
@@ -131,11 +137,45 @@ class Plan:
         out: int,
         out_stride: int,
         quantized: bool = False,
+        on_outputs: bool = False,
     ) -> None:
         """out = x / sqrt(mean(x^2) + eps) * weight over rows of `dim`; `out` may be `x`.
 
         With a `residual` (not 0): residual += x in place, and out is computed from residual.
         """
+
+    def layer_norm(
+        self,
+        x: int,
+        x_stride: int,
+        residual: int,
+        residual_stride: int,
+        weight: int,
+        bias: int,
+        dim: int,
+        eps: float,
+        out: int,
+        out_stride: int,
+        quantized: bool = False,
+        on_outputs: bool = False,
+    ) -> None:
+        """out = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, otherwise as `rms_norm`."""
+
+    def add(
+        self, x: int, x_stride: int, other: int, other_stride: int, dim: int, on_outputs: bool = False
+    ) -> None:
+        """other += x, over rows of `dim`."""
+
+    def scale(self, x: int, x_stride: int, dim: int, factor: float, on_outputs: bool = False) -> None:
+        """x *= factor, over rows of `dim`."""
+
+    def soft_cap(self, x: int, x_stride: int, dim: int, cap: float, on_outputs: bool = False) -> None:
+        """x = cap * tanh(x / cap), within 2e-7 of cap, over rows of `dim`."""
+
+    def sigmoid_scale(
+        self, x: int, x_stride: int, dim: int, gate: int, gate_stride: int, on_outputs: bool = False
+    ) -> None:
+        """x *= sigmoid(gate), over rows of `dim` with one gate each."""
 
     def linear(
         self,
@@ -165,7 +205,9 @@ class Plan:
         head_dim: int,
         rotary_dim: int,
         q_norm: int,
+        q_norm_dim: int,
         k_norm: int,
+        k_norm_dim: int,
         norm_eps: float,
         cos: int,
         sin: int,
@@ -173,18 +215,20 @@ class Plan:
         slot_mapping: int,
         key_cache: int,
         value_cache: int,
-        kv_dtype: Literal["float32", "float16"],
+        kv_dtype: Literal["float32", "float16", "int8"],
         block_size: int,
     ) -> None:
         """Normalises and rotates the heads of qkv = [q heads | k heads | v heads]; stores K and V.
 
-        q_norm, k_norm: RMSNorm weights of head_dim floats, or 0. The first rotary_dim elements of a head are
-        rotated as two halves (NeoX order) by cos and sin, [positions, rotary_dim / 2], row rope_rows[t]. q is
-        rewritten in place; k and v are not, they go to slot slot_mapping[t] (int64: block * block_size +
-        offset; negative: nowhere). float16 saturates.
+        q_norm, k_norm: RMSNorm weights, or 0 for none: of head_dim floats, a norm of each head, or of as many
+        as all heads of q, or of k, have, a norm of all together. The first rotary_dim elements of a head are
+        rotated as two halves (NeoX order) by cos and sin, [positions, rotary_dim / 2], row rope_rows[t]; with
+        a rotary_dim of 0 all three may be 0. q is rewritten in place; k and v are not, they go to slot
+        slot_mapping[t] (int64: block * block_size + offset; negative: nowhere). float16 saturates.
 
-        key_cache: [num_blocks, num_kv_heads, block_size / 16, head_dim, 16]; value_cache: [num_blocks,
-        num_kv_heads, block_size, head_dim].
+        key_cache: [num_blocks, num_kv_heads, block_size / 16] tiles [head_dim, 16]; value_cache: as many
+        [16, head_dim]. In int8 each tile is followed by the float32 scales of its 16 positions: of a key or
+        value x is stored round(x / scale), scale = max|x| / 127, NaN if there is NaN in x.
         block_size: a multiple of 16; head_dim: a multiple of 8 up to 256.
         """
 
@@ -200,12 +244,13 @@ class Plan:
         scale: float,
         window: int,
         soft_cap: float,
+        sinks: int,
         query_start: int,
         context_lens: int,
         block_tables: int,
         key_cache: int,
         value_cache: int,
-        kv_dtype: Literal["float32", "float16"],
+        kv_dtype: Literal["float32", "float16", "int8"],
         block_size: int,
         quantized: bool = False,
     ) -> None:
@@ -214,13 +259,72 @@ class Plan:
         Sequence s has the rows query_start[s] .. query_start[s + 1]; the last one sits at position
         context_lens[s] - 1. block_tables: int64[num_sequences], addresses of int32 arrays of block ids.
         window: a row sees itself and the window - 1 positions before (0: all). soft_cap: scores become
-        cap * tanh(score / cap) (0: as they are). Caches as in `rotary_and_cache`.
+        cap * tanh(score / cap) (0: as they are). sinks: num_heads floats, scores that join each head's
+        softmax, unscaled and without a value (0: none). Caches as in `rotary_and_cache`.
         """
 
-    def silu_and_mul(
-        self, x: int, x_stride: int, dim: int, out: int, out_stride: int, quantized: bool = False
+    def activate(
+        self,
+        x: int,
+        x_stride: int,
+        dim: int,
+        activation: Activation,
+        out: int,
+        out_stride: int,
+        quantized: bool = False,
+        on_outputs: bool = False,
     ) -> None:
-        """out = silu(gate) * up for rows x = [gate(dim) | up(dim)]; `out` must not overlap `x`."""
+        """out = activation(x) over rows of `dim`; `out` may be `x` if it is not quantised."""
+
+    def gate_and_mul(
+        self,
+        x: int,
+        x_stride: int,
+        dim: int,
+        activation: Activation,
+        limit: float,
+        out: int,
+        out_stride: int,
+        quantized: bool = False,
+        on_outputs: bool = False,
+    ) -> None:
+        """out = activation(gate) * up for rows x = [gate(dim) | up(dim)]; `out` must not overlap `x`.
+
+        With a `limit` above 0: out = g * sigmoid(1.702 g) * (u + 1), where g = min(gate, limit) and u is up
+        clamped to [-limit, limit].
+        """
+
+    def experts(
+        self,
+        x: int,
+        x_stride: int,
+        x_quantized: bool,
+        router_logits: int,
+        router_stride: int,
+        gate_up: list[PackedMatrix],
+        gate_up_bias: int,
+        down: list[PackedMatrix],
+        down_bias: int,
+        top_k: int,
+        normalize: bool,
+        activation: Activation,
+        limit: float,
+        active: int,
+        active_stride: int,
+        active_quantized: bool,
+        out: int,
+        out_stride: int,
+        on_outputs: bool = False,
+    ) -> None:
+        """out = the weighted sum of each row's experts, added in order of their numbers.
+
+        A row uses the `top_k` experts with the largest logits, the lower number among equals; if its logits
+        hold NaN or their maximum is not finite, its result is NaN. Weights are the softmax over the chosen
+        logits, or over all. `gate_up` holds [2 * intermediate, hidden] an expert and `down` [hidden,
+        intermediate]; biases are float32 [experts, 2 * intermediate] and [experts, hidden] (0: none). The
+        intermediate rows, joined as `gate_and_mul` does, go to `active`, which has room for `top_k` rows for
+        each row of `x`; they can be quantised if all of `down` is, `x` if all of `gate_up` is.
+        """
 
     def gather_rows(self, x: int, x_stride: int, indices: int, dim: int, out: int, out_stride: int) -> None:
         """On outputs: out[o, :dim] = x[indices[o], :dim]."""

@@ -181,6 +181,13 @@ void check_cache(int num_heads, int num_kv_heads, int head_dim, int block_size, 
   check_address("value_cache", value_cache);
 }
 
+void check_head_norm(const char* name, const RotaryNorm& norm, int64_t num_heads, int64_t head_dim) {
+  if (norm.weight == nullptr || norm.dim == head_dim || norm.dim == num_heads * head_dim) return;
+  throw std::invalid_argument(std::string(name) + " must be " + std::to_string(head_dim) +
+                              " (each head) or " + std::to_string(num_heads * head_dim) +
+                              " (all heads), not " + std::to_string(norm.dim));
+}
+
 }  // namespace
 
 std::unique_ptr<Op> make_rotary_and_cache(const RotaryArgs& args) {
@@ -192,9 +199,13 @@ std::unique_ptr<Op> make_rotary_and_cache(const RotaryArgs& args) {
   }
   const int64_t width = int64_t{args.num_heads + 2 * args.num_kv_heads} * args.head_dim;
   check_rows("qkv", args.qkv, args.qkv_stride, width);
-  check_address("cos", args.cos);
-  check_address("sin", args.sin);
-  check_address("rope_rows", args.rope_rows);
+  check_head_norm("q_norm_dim", args.q_norm, args.num_heads, args.head_dim);
+  check_head_norm("k_norm_dim", args.k_norm, args.num_kv_heads, args.head_dim);
+  if (args.rotary_dim > 0) {
+    check_address("cos", args.cos);
+    check_address("sin", args.sin);
+    check_address("rope_rows", args.rope_rows);
+  }
   check_address("slot_mapping", args.slot_mapping);
   return std::make_unique<RotaryOp>(args, width);
 }
@@ -218,7 +229,8 @@ std::unique_ptr<Op> make_paged_attention(const AttentionArgs& args, int num_thre
 KvType kv_type_from_name(const char* name) {
   if (std::strcmp(name, "float32") == 0) return KvType::float32;
   if (std::strcmp(name, "float16") == 0) return KvType::float16;
-  throw std::invalid_argument("kv_dtype must be float32 or float16, not '" + std::string(name) + "'");
+  if (std::strcmp(name, "int8") == 0) return KvType::int8;
+  throw std::invalid_argument("kv_dtype must be float32, float16 or int8, not '" + std::string(name) + "'");
 }
 
 }  // namespace streamllm::cpu

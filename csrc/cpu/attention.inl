@@ -9,6 +9,7 @@
 #pragma once
 
 #include "kernels.hpp"
+#include "kv_cache.inl"
 #include "rows.inl"
 #include "simd.hpp"
 
@@ -28,10 +29,6 @@ template <int ROWS>
 inline constexpr int kSlices = ROWS * 4 <= kAccumulators ? 4 : ROWS * 2 <= kAccumulators ? 2 : 1;
 
 inline constexpr float kNegativeInfinity = -__builtin_inff();
-
-struct Range {  // of keys, relative to the partition
-  int begin, end;
-};
 
 // Keys or values of up to kGroupTiles tiles; T is the cache's type, or float if they were converted.
 template <typename T>
@@ -134,14 +131,18 @@ inline void for_each_block(int rows, Function function, int first = 0) {
   if constexpr (ROWS > 1) for_each_block<ROWS - 1>(rows, function, first);
 }
 
-// Turns scores into exp(score - maximum), with masked keys at 0.
-inline SoftmaxState softmax(const AttentionArgs& args, float* scores, Range keys) {
+// Turns scores into exp(score - maximum), with masked keys at 0. If keys and values have scales, a key's is a
+// factor of its score, and its value's one of the weight, once that has been counted.
+template <typename KV>
+inline SoftmaxState softmax(const AttentionArgs& args, const PartitionTiles<KV>& tiles, float* scores,
+                            Range keys) {
   const int first_tile = keys.begin / kKeyTile, last_tile = (keys.end - 1) / kKeyTile;
   const Vec16 scale = splat(args.scale), cap = splat(args.soft_cap);
   Vec16 maximum = splat(kNegativeInfinity);
   for (int tile = first_tile; tile <= last_tile; ++tile) {
     float* lanes = scores + tile * kKeyTile;
     Vec16 score = load(lanes) * scale;
+    if constexpr (kScaled<KV>) score = score * load(tile_scales(tiles.keys[tile], args.head_dim));
     if (args.soft_cap != 0.0f) score = cap * tanh(score / cap);
     const int begin = keys.begin - tile * kKeyTile, end = keys.end - tile * kKeyTile;
     if (begin > 0 || end < kKeyTile) {
@@ -155,8 +156,9 @@ inline SoftmaxState softmax(const AttentionArgs& args, float* scores, Range keys
   Vec16 sum = splat(0.0f);
   for (int tile = first_tile; tile <= last_tile; ++tile) {
     float* lanes = scores + tile * kKeyTile;
-    const Vec16 weight = exp(load(lanes) - splat(row_maximum));
+    Vec16 weight = exp(load(lanes) - splat(row_maximum));
     sum = sum + weight;
+    if constexpr (kScaled<KV>) weight = weight * load(tile_scales(tiles.values[tile], args.head_dim));
     store(lanes, weight);
   }
   return {row_maximum, sum_lanes(sum)};
@@ -175,52 +177,6 @@ inline void merge(SoftmaxState& state, float* out, const SoftmaxState& other, co
   for (int d = 0; d < dim; d += 16) {
     store(out + d, fma(load(out + d), splat(a), load(other_out + d) * splat(b)));
   }
-}
-
-// Where the keys and values of a partition and one KV head lie; the next head's follow `head_stride` elements
-// apart. nullptr where no row of the tile sees a key.
-template <typename KV>
-struct PartitionTiles {
-  const KV* keys[kPartitionTiles];
-  const KV* values[kPartitionTiles];
-  int64_t head_stride;
-  int64_t head_tile_bytes;
-
-  void advance_head() {
-    for (int i = 0; i < kPartitionTiles; ++i) {
-      if (keys[i] == nullptr) continue;
-      keys[i] += head_stride;
-      values[i] += head_stride;
-    }
-  }
-
-  void prefetch_keys() const {
-    for (int i = 0; i < kPartitionTiles; ++i) {
-      if (keys[i] == nullptr) continue;
-      for (int64_t byte = 0; byte < head_tile_bytes; byte += 64) {
-        prefetch(reinterpret_cast<const char*>(keys[i]) + byte);
-      }
-    }
-  }
-};
-
-template <typename KV>
-inline PartitionTiles<KV> partition_tiles(const AttentionArgs& args, const AttentionTile& tile, int base,
-                                          Range keys) {
-  PartitionTiles<KV> tiles = {};
-  // Both caches hold as many elements a block and head.
-  tiles.head_stride = static_cast<int64_t>(args.block_size) * args.head_dim;
-  tiles.head_tile_bytes = static_cast<int64_t>(kKeyTile) * args.head_dim * sizeof(KV);
-  const int32_t* table = reinterpret_cast<const int32_t*>(args.block_tables[tile.sequence]);
-  for (int i = keys.begin / kKeyTile; i <= (keys.end - 1) / kKeyTile; ++i) {
-    const int position = base + i * kKeyTile;
-    const int64_t block = table[position / args.block_size];
-    const int64_t offset = (block * args.num_kv_heads + tile.first_head) * tiles.head_stride +
-                           int64_t{position % args.block_size} * args.head_dim;
-    tiles.keys[i] = static_cast<const KV*>(args.key_cache) + offset;
-    tiles.values[i] = static_cast<const KV*>(args.value_cache) + offset;
-  }
-  return tiles;
 }
 
 inline AttentionResult attention_result(float* memory, int rows, int padded_dim) {
@@ -269,6 +225,14 @@ struct RowPass {
   bool empty() const { return visible[0].begin >= visible[rows - 1].end; }
   int first_tile() const { return visible[0].begin / kKeyTile; }
   int last_tile() const { return (visible[rows - 1].end - 1) / kKeyTile; }
+
+  // Those of the values, and of the keys that come next: whatever else they hold is fetched on the way.
+  void prefetch_scales(int head_dim) const {
+    for (int tile = first_tile(); tile <= last_tile(); ++tile) {
+      prefetch(tile_scales(tiles.values[tile], head_dim));
+      prefetch(tile_scales(next_keys[tile], head_dim));
+    }
+  }
 };
 
 // Calls function(group) for all tiles of the partition that some row sees, in order, converted if kConvert
@@ -359,10 +323,14 @@ template <typename KV>
 inline void attend(const AttentionArgs& args, const RowPass<KV>& pass, int padded_dim,
                    const Scratch& scratch) {
   if (pass.empty()) return;
+  if constexpr (kScaled<KV>) {
+    if (pass.fetch) pass.prefetch_scales(args.head_dim);
+  }
   score(pass, args.head_dim, scratch);
   for (int row = 0; row < pass.rows; ++row) {
     const Range keys = pass.visible[row];
-    if (keys.begin < keys.end) scratch.states[row] = softmax(args, scratch.scores + row * kPartition, keys);
+    if (keys.begin >= keys.end) continue;
+    scratch.states[row] = softmax(args, pass.tiles, scratch.scores + row * kPartition, keys);
   }
   add_weighted_values(pass, args.head_dim, padded_dim, scratch);
   for (int r = 0; r < pass.rows; ++r) {
@@ -374,16 +342,26 @@ inline void attend(const AttentionArgs& args, const RowPass<KV>& pass, int padde
   }
 }
 
+// What makes a mean of a row's weighted sum. The head's sink, if there is one, joins the softmax here, after
+// all partitions, however they were split. A row that sees nothing gives 0, not NaN.
+inline float output_factor(const SoftmaxState& state, const float* sink) {
+  if (state.sum == 0.0f) return 0.0f;
+  if (sink == nullptr) return 1.0f / state.sum;
+  const float maximum = state.maximum > *sink ? state.maximum : *sink;
+  const float weight = exp_scalar(state.maximum - maximum);
+  return weight / (state.sum * weight + exp_scalar(*sink - maximum));
+}
+
 // The tile's part of the output, from the sums over all its keys.
 inline void write_output(const AttentionArgs& args, const AttentionTile& tile, const AttentionResult& result,
                          int padded_dim) {
   const TileRows rows = tile_rows(args, tile);
   for (int row = 0; row < rows.total; ++row) {
-    const float sum = result.states[row].sum;
-    const Vec16 factor = splat(sum == 0.0f ? 0.0f : 1.0f / sum);  // a row that sees nothing gives 0, not NaN
+    const int64_t head = rows.query_head(tile, row);
+    const float* sink = args.sinks != nullptr ? args.sinks + head : nullptr;
+    const Vec16 factor = splat(output_factor(result.states[row], sink));
     const float* from = result.out + row * padded_dim;
-    const int64_t column = rows.query_head(tile, row) * args.head_dim;
-    write_row(args.out, rows.token(tile, row), column, args.head_dim,
+    write_row(args.out, rows.token(tile, row), head * args.head_dim, args.head_dim,
               [&](int64_t d, int) { return load(from + d) * factor; });
   }
 }
@@ -460,10 +438,10 @@ inline void attend(const AttentionArgs& args, const AttentionTile& tile, float* 
 }
 
 inline void paged_attention(const AttentionArgs& args, const AttentionTile& tile, float* scratch) {
-  if (args.kv_type == KvType::float16) {
-    attend<Half>(args, tile, scratch);
-  } else {
-    attend<float>(args, tile, scratch);
+  switch (args.kv_type) {
+    case KvType::float32: return attend<float>(args, tile, scratch);
+    case KvType::float16: return attend<Half>(args, tile, scratch);
+    case KvType::int8: return attend<int8_t>(args, tile, scratch);
   }
 }
 

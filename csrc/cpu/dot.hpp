@@ -1,12 +1,14 @@
 // Integer dot products of 16 columns with one row, four elements of k at a time.
 //
-// `Quads` are 64 bytes: [16 columns][4 consecutive elements]. Of a group of 32 elements, a dot product takes
-// eight quads, one with first() and then the others with add(), and its total is exact. `group` (the row's
-// activations) is the same in first() and in total(): where an instruction set multiplies unsigned bytes, the
-// correction that it holds for the weights' offset goes in at either end.
+// `Quads` are 64 bytes: [16 columns][4 consecutive elements]. Of the elements that share a scale, a dot
+// product takes the quads in order, the one with first() and the others with add(u, x, index), and its total
+// is exact.
 //
-// NibbleDot<OFFSET>: weights u - OFFSET, u of 4 bits, OFFSET 0 or 8.
-// ByteDot: weights of 8 bits, signed; weight() does once for all rows what a product needs of them.
+// UnsignedDot<BITS, OFFSET>: weights u - OFFSET, u of BITS bits; of 32 elements, of 6 bits 16.
+// ByteDot: 32 weights of 8 bits, signed; weight() does once for all rows what a product needs of them.
+//
+// Both may add up unsigned weights, less kOffset when they stand for what they are, and take -kOffset *
+// sum(activations) as `correction`, the same in first() and in total(): it goes in at either end.
 #pragma once
 
 #include "kernels.hpp"

@@ -16,10 +16,23 @@ inline Quads load_quads(const uint8_t* p) {
   const auto* halves = reinterpret_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
 }
-inline __m256i nibbles(__m256i a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
-inline Quads low_nibbles(Quads a) { return {nibbles(a.lo), nibbles(a.hi)}; }
-inline Quads high_nibbles(Quads a) {
-  return {nibbles(_mm256_srli_epi16(a.lo, 4)), nibbles(_mm256_srli_epi16(a.hi, 4))};
+// Bits move by `count` places to the right (negative: left), those of `mask` stay of each byte.
+inline __m256i shift_and_mask(__m256i a, int count, int mask) {
+  if (count > 0) a = _mm256_srli_epi16(a, count);
+  if (count < 0) a = _mm256_slli_epi16(a, -count);
+  return _mm256_and_si256(a, _mm256_set1_epi8(static_cast<char>(mask)));
+}
+inline Quads shift_and_mask(Quads a, int count, int mask) {
+  return {shift_and_mask(a.lo, count, mask), shift_and_mask(a.hi, count, mask)};
+}
+inline Quads operator|(Quads a, Quads b) {
+  return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)};
+}
+// table[a], a below 16.
+inline Quads look_up(const int8_t* table, Quads a) {
+  const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  const __m256i twice = _mm256_broadcastsi128_si256(entries);
+  return {_mm256_shuffle_epi8(twice, a.lo), _mm256_shuffle_epi8(twice, a.hi)};
 }
 // The same four activations for every column.
 inline Quads splat_quad(const int8_t* p) {
@@ -35,6 +48,21 @@ inline Int32x16 splat_int32(int32_t x) { return {_mm256_set1_epi32(x), _mm256_se
 inline Int32x16 operator+(Int32x16 a, Int32x16 b) {
   return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
 }
+inline Int32x16 widen(const uint8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+}
+inline Int32x16 widen(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
+}
+inline Int32x16 low_nibbles(Int32x16 a) {
+  const __m256i mask = _mm256_set1_epi32(15);
+  return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
+}
+inline Int32x16 high_nibbles(Int32x16 bytes) {
+  return {_mm256_srli_epi32(bytes.lo, 4), _mm256_srli_epi32(bytes.hi, 4)};
+}
 inline Vec16 to_float(Int32x16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 
 #if defined(STREAMLLM_SIMD_VNNI)
@@ -43,20 +71,22 @@ inline Int32x16 add_products(Int32x16 sum, Quads u, Quads x) {
   return {_mm256_dpbusd_avx_epi32(sum.lo, u.lo, x.lo), _mm256_dpbusd_avx_epi32(sum.hi, u.hi, x.hi)};
 }
 
-template <int OFFSET>
-struct NibbleDot {
+template <int BITS, int OFFSET>
+struct UnsignedDot {
+  static constexpr int kOffset = OFFSET;
   using Weight = Quads;
   static Weight weight(Quads a) { return a; }
 
   Int32x16 sum;
-  static NibbleDot first(const QuantizedGroup& group, Weight u, Quads x) {
-    return {add_products(splat_int32(OFFSET == 8 ? group.minus_8_sums : 0), u, x)};
+  static UnsignedDot first(int32_t correction, Weight u, Quads x) {
+    return {add_products(splat_int32(OFFSET != 0 ? correction : 0), u, x)};
   }
-  void add(Weight u, Quads x) { sum = add_products(sum, u, x); }
-  Vec16 total(const QuantizedGroup&) const { return to_float(sum); }
+  void add(Weight u, Quads x, int) { sum = add_products(sum, u, x); }
+  Vec16 total(int32_t) const { return to_float(sum); }
 };
 
 struct ByteDot {
+  static constexpr int kOffset = 128;
   using Weight = Quads;
   // s + 128, unsigned
   static Weight weight(Quads a) {
@@ -65,11 +95,11 @@ struct ByteDot {
   }
 
   Int32x16 sum;
-  static ByteDot first(const QuantizedGroup& group, Weight u, Quads x) {
-    return {add_products(splat_int32(group.minus_128_sums), u, x)};
+  static ByteDot first(int32_t correction, Weight u, Quads x) {
+    return {add_products(splat_int32(correction), u, x)};
   }
-  void add(Weight u, Quads x) { sum = add_products(sum, u, x); }
-  Vec16 total(const QuantizedGroup&) const { return to_float(sum); }
+  void add(Weight u, Quads x, int) { sum = add_products(sum, u, x); }
+  Vec16 total(int32_t) const { return to_float(sum); }
 };
 
 #else
@@ -86,27 +116,40 @@ inline Int32x16 sum_pairs(__m256i lo, __m256i hi) {
   return {_mm256_madd_epi16(lo, ones), _mm256_madd_epi16(hi, ones)};
 }
 
-template <int OFFSET>
-struct NibbleDot {
+template <int BITS, int OFFSET>
+struct UnsignedDot {
+  static constexpr int kOffset = OFFSET;
+  // A pair's product is at most 2 * (2^BITS - 1) * 127: so many quads fit into 16 bits.
+  static constexpr int kFold = BITS <= 4 ? 8 : BITS == 5 ? 4 : 2;
   using Weight = Quads;
   static Weight weight(Quads a) { return a; }
 
-  // Two 16-bit lanes a column. A pair's sum is at most 2 * 15 * 127, and eight of them 30,480.
-  __m256i lo, hi;
-  static NibbleDot first(const QuantizedGroup&, Weight u, Quads x) {
-    return {_mm256_maddubs_epi16(u.lo, x.lo), _mm256_maddubs_epi16(u.hi, x.hi)};
+  __m256i lo, hi;  // two 16-bit lanes a column
+  Int32x16 sum;    // of the first kFold quads
+  static UnsignedDot first(int32_t, Weight u, Quads x) {
+    return {_mm256_maddubs_epi16(u.lo, x.lo), _mm256_maddubs_epi16(u.hi, x.hi), splat_int32(0)};
   }
-  void add(Weight u, Quads x) {
-    lo = kept(_mm256_add_epi16(lo, _mm256_maddubs_epi16(u.lo, x.lo)));
-    hi = kept(_mm256_add_epi16(hi, _mm256_maddubs_epi16(u.hi, x.hi)));
+  void add(Weight u, Quads x, int index) {
+    const __m256i product_lo = _mm256_maddubs_epi16(u.lo, x.lo);
+    const __m256i product_hi = _mm256_maddubs_epi16(u.hi, x.hi);
+    if (index == kFold) {
+      sum = sum_pairs(lo, hi);
+      sum = {kept(sum.lo), kept(sum.hi)};
+      lo = product_lo, hi = product_hi;
+    } else {
+      lo = kept(_mm256_add_epi16(lo, product_lo));
+      hi = kept(_mm256_add_epi16(hi, product_hi));
+    }
   }
-  Vec16 total(const QuantizedGroup& group) const {
-    const Int32x16 wide = sum_pairs(lo, hi);
-    return to_float(OFFSET == 8 ? wide + splat_int32(group.minus_8_sums) : wide);
+  Vec16 total(int32_t correction) const {
+    Int32x16 wide = sum_pairs(lo, hi);
+    if (kFold < 8) wide = wide + sum;
+    return to_float(OFFSET != 0 ? wide + splat_int32(correction) : wide);
   }
 };
 
 struct ByteDot {
+  static constexpr int kOffset = 0;
   struct Weight {
     __m256i lo, hi;
     __m256i magnitude_lo, magnitude_hi;  // 128 for -128, as the product takes it unsigned
@@ -119,12 +162,12 @@ struct ByteDot {
     return sum_pairs(_mm256_maddubs_epi16(w.magnitude_lo, _mm256_sign_epi8(x.lo, w.lo)),
                      _mm256_maddubs_epi16(w.magnitude_hi, _mm256_sign_epi8(x.hi, w.hi)));
   }
-  static ByteDot first(const QuantizedGroup&, Weight w, Quads x) { return {products(w, x)}; }
-  void add(Weight w, Quads x) {
+  static ByteDot first(int32_t, Weight w, Quads x) { return {products(w, x)}; }
+  void add(Weight w, Quads x, int) {
     sum = sum + products(w, x);
     sum = {kept(sum.lo), kept(sum.hi)};
   }
-  Vec16 total(const QuantizedGroup&) const { return to_float(sum); }
+  Vec16 total(int32_t) const { return to_float(sum); }
 };
 
 #endif

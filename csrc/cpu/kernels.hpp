@@ -19,14 +19,16 @@ inline constexpr int kSampleBlock = 64;  // logits that share an entry in the ta
 
 inline constexpr int kSumThresholds = 8;
 
-enum class KvType { float32, float16 };
+enum class KvType { float32, float16, int8 };
 
 // A group of a row's activations for products with quantised weights: values * scale, scale = max|x| / 127.
 struct QuantizedGroup {
+  // Written as two vectors of four.
   float scale;       // NaN if the group holds NaN or infinity: it then reaches all outputs of the row
   float scaled_sum;  // scale * sum(values): the factor of the weights' minima
+  float scaled_half_sums[2];  // of values 0 .. 15 and of 16 .. 31
   // What takes the offset out of a sum over unsigned weights.
-  int32_t minus_8_sums, minus_128_sums;
+  int32_t minus_8_sums, minus_128_sums, minus_4_half_sums[2];
   int8_t values[kGroup];  // -127 .. 127
 };
 
@@ -42,16 +44,45 @@ struct OutputRows {
   bool quantized = false;
 };
 
-// residual == nullptr: out = x / rms(x) * weight. Otherwise residual += x first, and out comes from residual.
-struct RmsNormArgs {
+enum class Activation { silu, gelu, gelu_tanh, relu };
+
+// residual == nullptr: out = norm(x). Otherwise residual += x first, and out comes from residual.
+struct NormArgs {
   const float* x;
   int64_t x_stride;
   float* residual;
   int64_t residual_stride;
   const float* weight;
+  const float* bias;  // layer norms have one
   int64_t dim;
   float eps;
   OutputRows out;
+};
+
+// sum += x
+struct AddArgs {
+  const float* x;
+  int64_t x_stride;
+  float* sum;
+  int64_t sum_stride;
+  int64_t dim;
+};
+
+// Rows that are rewritten by means of a constant: a factor, or a cap.
+struct InPlaceArgs {
+  float* x;
+  int64_t x_stride;
+  int64_t dim;
+  float constant;
+};
+
+// x *= sigmoid(gate), one gate a row.
+struct SigmoidScaleArgs {
+  float* x;
+  int64_t x_stride;
+  int64_t dim;
+  const float* gate;
+  int64_t gate_stride;
 };
 
 struct QuantizeArgs {
@@ -75,19 +106,24 @@ struct LinearArgs {
   int64_t out_stride;
 };
 
+// RMSNorm of the heads of q or of k: each alone (dim == head_dim) or all together.
+struct RotaryNorm {
+  const float* weight;  // float32[dim]; nullptr: none
+  int64_t dim;
+};
+
 struct RotaryArgs {
   float* qkv;  // rows of [num_heads | num_kv_heads | num_kv_heads] heads
   int64_t qkv_stride;
   int num_heads, num_kv_heads, head_dim, rotary_dim;
-  const float* q_norm;  // float32[head_dim] or nullptr
-  const float* k_norm;
+  RotaryNorm q_norm, k_norm;
   float norm_eps;
-  const float* cos;  // float32[positions, rotary_dim / 2]
+  const float* cos;  // float32[positions, rotary_dim / 2]; not read, like rope_rows, if rotary_dim is 0
   const float* sin;
   const int32_t* rope_rows;
   const int64_t* slot_mapping;  // block * block_size + offset; negative: nothing is written
-  void* key_cache;              // [num_blocks][num_kv_heads][block_size / 16][head_dim][16]
-  void* value_cache;            // [num_blocks][num_kv_heads][block_size][head_dim]
+  void* key_cache;              // [num_blocks][num_kv_heads][block_size / 16] tiles (kv_cache.inl)
+  void* value_cache;
   KvType kv_type;
   int block_size;
 };
@@ -100,6 +136,7 @@ struct AttentionArgs {
   float scale;
   int window;      // 0: none
   float soft_cap;  // 0: none
+  const float* sinks;  // float32[num_heads]: scores that join a head's softmax without a value; nullptr: none
   const int32_t* query_start;
   const int32_t* context_lens;
   const int64_t* block_tables;  // addresses of int32 arrays of block ids
@@ -130,11 +167,34 @@ struct AttentionResult {
   float* out;            // [rows][attention_padded_dim]
 };
 
-struct SiluArgs {
+struct ActivationArgs {
+  const float* x;
+  int64_t x_stride;
+  int64_t dim;
+  Activation activation;
+  OutputRows out;
+};
+
+// out = activation(gate) * up. With a limit above 0 (gpt-oss) it is g * sigmoid(1.702 g) * (u + 1) instead,
+// with g = min(gate, limit) and u = up within [-limit, limit].
+struct GateArgs {
   const float* x;  // rows of [gate(dim) | up(dim)]
   int64_t x_stride;
   int64_t dim;
+  Activation activation;
+  float limit;
   OutputRows out;
+};
+
+// out[targets[row]] += weights[row] * x[row], row after row.
+struct WeightedRowsArgs {
+  const float* x;
+  int64_t x_stride;
+  int64_t dim;
+  const float* weights;
+  const int32_t* targets;
+  float* out;
+  int64_t out_stride;
 };
 
 struct RowMaximum {
@@ -153,11 +213,18 @@ struct WeightKernels {
 
 struct Kernels {
   const char* name;
-  void (*rms_norm)(const RmsNormArgs&, int64_t first_row, int64_t last_row);
+  void (*rms_norm)(const NormArgs&, int64_t first_row, int64_t last_row);
+  void (*layer_norm)(const NormArgs&, int64_t first_row, int64_t last_row);
+  void (*add_rows)(const AddArgs&, int64_t first_row, int64_t last_row);
+  void (*scale)(const InPlaceArgs&, int64_t first_row, int64_t last_row);
+  void (*soft_cap)(const InPlaceArgs&, int64_t first_row, int64_t last_row);  // cap * tanh(x / cap)
+  void (*sigmoid_scale)(const SigmoidScaleArgs&, int64_t first_row, int64_t last_row);
   void (*quantize_rows)(const QuantizeArgs&, int64_t first_row, int64_t last_row);
   WeightKernels weights[kNumWeightFormats];  // by WeightFormat
   void (*rotary_and_cache)(const RotaryArgs&, int64_t first_row, int64_t last_row);
-  void (*silu_and_mul)(const SiluArgs&, int64_t first_row, int64_t last_row);
+  void (*activate)(const ActivationArgs&, int64_t first_row, int64_t last_row);
+  void (*gate_and_mul)(const GateArgs&, int64_t first_row, int64_t last_row);
+  void (*add_weighted_rows)(const WeightedRowsArgs&, int64_t first_row, int64_t last_row);
   // scratch: attention_scratch_floats() floats.
   void (*paged_attention)(const AttentionArgs&, const AttentionTile&, float* scratch);
   // Merges `num_partials` results, which follow each other from tile.partial on, into the output.
@@ -219,6 +286,9 @@ inline constexpr int kMaxInstructionSets = 5;
 
 // The table in use: the best that this CPU supports, until select_kernels says otherwise.
 const Kernels& kernels();
+inline const WeightKernels& weight_kernels(WeightFormat format) {
+  return kernels().weights[static_cast<int>(format)];
+}
 // Tables that this CPU supports, best first; returns how many.
 int supported_kernels(const Kernels* (&tables)[kMaxInstructionSets]);
 // Throws std::invalid_argument for a name that is not supported here.

@@ -6,8 +6,11 @@
 #include "kernels.hpp"
 #include "simd.hpp"
 
+#include "activations.inl"
 #include "attention.inl"
 #include "elementwise.inl"
+#include "experts.inl"
+#include "kv_cache.inl"
 #include "matmul.inl"
 #include "quantized.inl"
 #include "rows.inl"
@@ -15,19 +18,40 @@
 
 namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE {
 
+template <typename Format>
+constexpr WeightKernels quantized_kernels() {
+  return {linear_quantized<Format>, unpack_quantized_column<Format>};
+}
+
 constexpr Kernels make_kernels(const char* name) {
   return Kernels{
       .name = name,
       .rms_norm = rms_norm,
+      .layer_norm = layer_norm,
+      .add_rows = add_rows,
+      .scale = scale,
+      .soft_cap = soft_cap,
+      .sigmoid_scale = sigmoid_scale,
       .quantize_rows = quantize_rows,
       .weights = {{linear<float>, unpack_column<float>},
                   {linear<Half>, unpack_column<Half>},
                   {linear<BFloat16>, unpack_column<BFloat16>},
-                  {linear_quantized<Q4_0>, unpack_quantized_column<Q4_0>},
-                  {linear_quantized<Q4_1>, unpack_quantized_column<Q4_1>},
-                  {linear_quantized<Q8_0>, unpack_quantized_column<Q8_0>}},
+                  quantized_kernels<Q4_0>(),
+                  quantized_kernels<Q4_1>(),
+                  quantized_kernels<Q5_0>(),
+                  quantized_kernels<Q5_1>(),
+                  quantized_kernels<Q8_0>(),
+                  quantized_kernels<Q2_K>(),
+                  quantized_kernels<Q3_K>(),
+                  quantized_kernels<Q4_K>(),
+                  quantized_kernels<Q5_K>(),
+                  quantized_kernels<Q6_K>(),
+                  quantized_kernels<Iq4Nl>(),
+                  quantized_kernels<Iq4Xs>()},
       .rotary_and_cache = rotary_and_cache,
-      .silu_and_mul = silu_and_mul,
+      .activate = activate,
+      .gate_and_mul = gate_and_mul,
+      .add_weighted_rows = add_weighted_rows,
       .paged_attention = paged_attention,
       .merge_attention = merge_attention,
       .row_maximum = row_maximum,

@@ -11,10 +11,6 @@ namespace streamllm::cpu {
 
 namespace {
 
-const WeightKernels& weight_kernels(WeightFormat format) {
-  return kernels().weights[static_cast<int>(format)];
-}
-
 class EmbeddingOp final : public Op {
  public:
   EmbeddingOp(const int32_t* token_ids, MatrixPtr weight, float* out, int64_t out_stride)
@@ -160,6 +156,14 @@ std::unique_ptr<Op> make_embedding(const int32_t* token_ids, MatrixPtr weight, f
   return std::make_unique<EmbeddingOp>(token_ids, std::move(weight), out, out_stride);
 }
 
+std::unique_ptr<Op> make_quantize(const float* x, int64_t x_stride, int64_t k, bool on_outputs,
+                                  const std::shared_ptr<Scratch>& scratch) {
+  QuantizeArgs args{};
+  args.x = x, args.x_stride = x_stride, args.k = k;
+  args.out.quantized = true;
+  return std::make_unique<QuantizeOp>(args, on_outputs, scratch);
+}
+
 std::vector<std::unique_ptr<Op>> make_linear(const float* x, int64_t x_stride, const MatrixPtr& weight,
                                              const float* bias, float* out, int64_t out_stride,
                                              bool on_outputs, const std::shared_ptr<Scratch>& scratch) {
@@ -170,10 +174,7 @@ std::vector<std::unique_ptr<Op>> make_linear(const float* x, int64_t x_stride, c
   const auto& segments = weight->segments();
   if (std::any_of(segments.begin(), segments.end(),
                   [](const auto& segment) { return format_info(segment.format).quantized; })) {
-    QuantizeArgs args{};
-    args.x = x, args.x_stride = x_stride, args.k = weight->k();
-    args.out.quantized = true;
-    ops.push_back(std::make_unique<QuantizeOp>(args, on_outputs, scratch));
+    ops.push_back(make_quantize(x, x_stride, weight->k(), on_outputs, scratch));
   }
   LinearArgs args{};
   args.x = x, args.x_stride = x_stride, args.k = weight->k();

@@ -1,6 +1,7 @@
 #include "ops.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -21,11 +22,11 @@ void fit_output(OutputRows& out, int64_t rows) {
 template <typename Args, auto Kernel>
 class RowOp : public Op {
  public:
-  RowOp(const Args& args, int64_t elements_per_row)
-      : args_(args), rows_per_tile_(light_rows_per_tile(elements_per_row)) {}
+  RowOp(const Args& args, bool on_outputs)
+      : args_(args), on_outputs_(on_outputs), rows_per_tile_(light_rows_per_tile(args.dim)) {}
 
   int64_t prepare(const RunSizes& sizes, int) override {
-    rows_ = sizes.tokens;
+    rows_ = on_outputs_ ? sizes.outputs : sizes.tokens;
     if constexpr (requires { args_.out.quantized; }) fit_output(args_.out, rows_);
     return (rows_ + rows_per_tile_ - 1) / rows_per_tile_;
   }
@@ -37,6 +38,7 @@ class RowOp : public Op {
 
  private:
   Args args_;
+  const bool on_outputs_;
   const int64_t rows_per_tile_;
   int64_t rows_ = 0;
 };
@@ -75,22 +77,70 @@ class GatherRowsOp final : public Op {
   int64_t rows_ = 0;
 };
 
-}  // namespace
-
-std::unique_ptr<Op> make_rms_norm(const RmsNormArgs& args) {
+void check_norm(const NormArgs& args) {
   check_at_least("dim", args.dim, 1);
   check_rows("x", args.x, args.x_stride, args.dim);
   if (args.residual != nullptr) check_rows("residual", args.residual, args.residual_stride, args.dim);
   check_address("weight", args.weight);
   check_output(args.out, args.dim);
-  return std::make_unique<RowOp<RmsNormArgs, &Kernels::rms_norm>>(args, args.dim);
 }
 
-std::unique_ptr<Op> make_silu_and_mul(const SiluArgs& args) {
+}  // namespace
+
+std::unique_ptr<Op> make_rms_norm(const NormArgs& args, bool on_outputs) {
+  check_norm(args);
+  return std::make_unique<RowOp<NormArgs, &Kernels::rms_norm>>(args, on_outputs);
+}
+
+std::unique_ptr<Op> make_layer_norm(const NormArgs& args, bool on_outputs) {
+  check_norm(args);
+  check_address("bias", args.bias);
+  return std::make_unique<RowOp<NormArgs, &Kernels::layer_norm>>(args, on_outputs);
+}
+
+std::unique_ptr<Op> make_add(const AddArgs& args, bool on_outputs) {
+  check_at_least("dim", args.dim, 1);
+  check_rows("x", args.x, args.x_stride, args.dim);
+  check_rows("other", args.sum, args.sum_stride, args.dim);
+  return std::make_unique<RowOp<AddArgs, &Kernels::add_rows>>(args, on_outputs);
+}
+
+std::unique_ptr<Op> make_scale(const InPlaceArgs& args, bool on_outputs) {
+  check_at_least("dim", args.dim, 1);
+  check_rows("x", args.x, args.x_stride, args.dim);
+  if (!std::isfinite(args.constant)) throw std::invalid_argument("factor must be finite");
+  return std::make_unique<RowOp<InPlaceArgs, &Kernels::scale>>(args, on_outputs);
+}
+
+std::unique_ptr<Op> make_soft_cap(const InPlaceArgs& args, bool on_outputs) {
+  check_at_least("dim", args.dim, 1);
+  check_rows("x", args.x, args.x_stride, args.dim);
+  if (!(args.constant > 0.0f) || !std::isfinite(args.constant)) {
+    throw std::invalid_argument("cap must be finite and above 0");
+  }
+  return std::make_unique<RowOp<InPlaceArgs, &Kernels::soft_cap>>(args, on_outputs);
+}
+
+std::unique_ptr<Op> make_sigmoid_scale(const SigmoidScaleArgs& args, bool on_outputs) {
+  check_at_least("dim", args.dim, 1);
+  check_rows("x", args.x, args.x_stride, args.dim);
+  check_rows("gate", args.gate, args.gate_stride, 1);
+  return std::make_unique<RowOp<SigmoidScaleArgs, &Kernels::sigmoid_scale>>(args, on_outputs);
+}
+
+std::unique_ptr<Op> make_activate(const ActivationArgs& args, bool on_outputs) {
+  check_at_least("dim", args.dim, 1);
+  check_rows("x", args.x, args.x_stride, args.dim);
+  check_output(args.out, args.dim);
+  return std::make_unique<RowOp<ActivationArgs, &Kernels::activate>>(args, on_outputs);
+}
+
+std::unique_ptr<Op> make_gate_and_mul(const GateArgs& args, bool on_outputs) {
   check_at_least("dim", args.dim, 1);
   check_rows("x", args.x, args.x_stride, 2 * args.dim);
+  if (!(args.limit >= 0.0f)) throw std::invalid_argument("limit must not be negative (0: none)");
   check_output(args.out, args.dim);
-  return std::make_unique<RowOp<SiluArgs, &Kernels::silu_and_mul>>(args, args.dim);
+  return std::make_unique<RowOp<GateArgs, &Kernels::gate_and_mul>>(args, on_outputs);
 }
 
 std::unique_ptr<Op> make_gather_rows(const float* x, int64_t x_stride, const int32_t* indices, int64_t dim,
@@ -100,6 +150,15 @@ std::unique_ptr<Op> make_gather_rows(const float* x, int64_t x_stride, const int
   check_address("indices", indices);
   check_rows("out", out, out_stride, dim);
   return std::make_unique<GatherRowsOp>(x, x_stride, indices, dim, out, out_stride);
+}
+
+Activation activation_from_name(const char* name) {
+  if (std::strcmp(name, "silu") == 0) return Activation::silu;
+  if (std::strcmp(name, "gelu") == 0) return Activation::gelu;
+  if (std::strcmp(name, "gelu_tanh") == 0) return Activation::gelu_tanh;
+  if (std::strcmp(name, "relu") == 0) return Activation::relu;
+  throw std::invalid_argument("activation must be silu, gelu, gelu_tanh or relu, not '" + std::string(name) +
+                              "'");
 }
 
 }  // namespace streamllm::cpu

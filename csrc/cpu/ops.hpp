@@ -44,9 +44,34 @@ struct SampleArgs {
   int64_t max_logprobs;
 };
 
+// The gated MLPs of a mixture-of-experts layer.
+struct ExpertsArgs {
+  const float* x;
+  int64_t x_stride;
+  const QuantizedGroup* quantized_x;  // x quantised; nullptr: it is not, and x is read
+  const float* router_logits;         // [rows][number of experts]
+  int64_t router_stride;
+  std::vector<MatrixPtr> gate_up;  // [2 * intermediate, hidden] an expert
+  std::vector<MatrixPtr> down;     // [hidden, intermediate] an expert
+  const float* gate_up_bias;       // float32[number of experts][2 * intermediate] or nullptr
+  const float* down_bias;          // float32[number of experts][hidden] or nullptr
+  int64_t top_k;
+  bool normalize;  // weights are the softmax over the chosen logits, not over all
+  Activation activation;
+  float limit;  // of GateArgs
+  OutputRows active;
+  float* out;
+  int64_t out_stride;
+  bool on_outputs;
+};
+
 // out[t, :] = weight[token_ids[t], :]; an id outside the matrix gives zeros.
 std::unique_ptr<Op> make_embedding(const int32_t* token_ids, MatrixPtr weight, float* out,
                                    int64_t out_stride);
+
+// Leaves x quantised at the beginning of `scratch`, for an operation that follows.
+std::unique_ptr<Op> make_quantize(const float* x, int64_t x_stride, int64_t k, bool on_outputs,
+                                  const std::shared_ptr<Scratch>& scratch);
 
 // out = x @ weight^T + bias (nullptr: none). If a segment of the weight is quantised, another operation comes
 // first, which leaves x quantised in `scratch`.
@@ -57,13 +82,27 @@ std::vector<std::unique_ptr<Op>> make_linear(const float* x, int64_t x_stride, c
 std::unique_ptr<Op> make_linear_of_quantized(const QuantizedGroup* x, const MatrixPtr& weight,
                                              const float* bias, float* out, int64_t out_stride,
                                              bool on_outputs);
-std::unique_ptr<Op> make_rms_norm(const RmsNormArgs& args);
+
+// On rows of tokens, or of outputs.
+std::unique_ptr<Op> make_rms_norm(const NormArgs& args, bool on_outputs);
+std::unique_ptr<Op> make_layer_norm(const NormArgs& args, bool on_outputs);
+std::unique_ptr<Op> make_add(const AddArgs& args, bool on_outputs);
+std::unique_ptr<Op> make_scale(const InPlaceArgs& args, bool on_outputs);
+std::unique_ptr<Op> make_soft_cap(const InPlaceArgs& args, bool on_outputs);
+std::unique_ptr<Op> make_sigmoid_scale(const SigmoidScaleArgs& args, bool on_outputs);
+std::unique_ptr<Op> make_activate(const ActivationArgs& args, bool on_outputs);
+std::unique_ptr<Op> make_gate_and_mul(const GateArgs& args, bool on_outputs);
+
 std::unique_ptr<Op> make_rotary_and_cache(const RotaryArgs& args);
 std::unique_ptr<Op> make_paged_attention(const AttentionArgs& args, int num_threads);
-std::unique_ptr<Op> make_silu_and_mul(const SiluArgs& args);
 std::unique_ptr<Op> make_gather_rows(const float* x, int64_t x_stride, const int32_t* indices, int64_t dim,
                                      float* out, int64_t out_stride);
 std::unique_ptr<Op> make_sample(const SampleArgs& args, int num_threads);
+
+// The weighted sum of each row's experts, where x is the rows as they are or quantised (the products then
+// take quantised weights only). `active` has room for top_k rows of intermediate values for each row of x.
+std::vector<std::unique_ptr<Op>> make_experts(const ExpertsArgs& args,
+                                              const std::shared_ptr<Scratch>& scratch);
 
 // Rows of a light operation that make a tile worth a trip to the shared counter.
 constexpr int64_t light_rows_per_tile(int64_t elements_per_row) {
@@ -72,5 +111,6 @@ constexpr int64_t light_rows_per_tile(int64_t elements_per_row) {
 }
 
 KvType kv_type_from_name(const char* name);
+Activation activation_from_name(const char* name);
 
 }  // namespace streamllm::cpu

@@ -28,9 +28,11 @@ class PackedMatrix {
   // Without rows. Throws std::invalid_argument for k below 1 or above 2^31 - 1.
   explicit PackedMatrix(int64_t k);
 
-  // Copies `rows` rows, `row_stride` bytes apart and stored as `format` says, to the matrix's end. Throws
-  // std::invalid_argument if k, rows or row_stride do not fit the format, std::bad_alloc without memory.
-  void append_rows(WeightFormat format, const uint8_t* source, int64_t rows, int64_t row_stride);
+  // Copies `rows` rows, `row_stride` bytes apart and stored as `format` says, to the matrix's end, on up to
+  // `num_threads` threads. Throws std::invalid_argument if k, rows or row_stride do not fit the format,
+  // std::bad_alloc without memory.
+  void append_rows(WeightFormat format, const uint8_t* source, int64_t rows, int64_t row_stride,
+                   int num_threads = 1);
 
   int64_t n() const { return n_; }
   int64_t k() const { return k_; }

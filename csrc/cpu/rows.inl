@@ -42,11 +42,13 @@ inline void quantize_group(Vec16 low, Vec16 high, QuantizedGroup& out) {
     return;
   }
   const Vec16 factor = splat(127.0f / largest);
-  const int32_t sum = store_rounded(out.values, low * factor, high * factor);
-  out.scale = largest / 127.0f;
-  out.scaled_sum = out.scale * static_cast<float>(sum);
-  out.minus_8_sums = -8 * sum;
-  out.minus_128_sums = -128 * sum;
+  const Int4 sums = store_rounded(out.values, low * factor, high * factor);
+  const float scale = largest / 127.0f;
+  Float4 scaled = __builtin_convertvector(sums, Float4) * scale;
+  scaled[0] = scale;
+  const Int4 corrections = sums * Int4{-8, -128, -4, -4};
+  std::memcpy(&out.scale, &scaled, sizeof scaled);
+  std::memcpy(&out.minus_8_sums, &corrections, sizeof corrections);
 }
 
 // Writes `dim` elements of a row from `column` on; values(i, count) gives `count` of them from the i-th on.

@@ -12,6 +12,14 @@
 
 #include "half.hpp"
 
+namespace streamllm::cpu {
+
+// Four lanes, as every compiler target has them.
+using Float4 = float __attribute__((vector_size(16)));
+using Int4 = int32_t __attribute__((vector_size(16)));
+
+}  // namespace streamllm::cpu
+
 #if defined(STREAMLLM_SIMD_AVX512)
 #include "simd_avx512.hpp"
 #elif defined(STREAMLLM_SIMD_AVX2)
@@ -38,9 +46,8 @@ inline Vec16 load_partial(const Half* source, int count) {
 }
 
 // Magnitudes beyond float16's range saturate; NaN stays NaN.
-inline void store_saturated(Half* target, Vec16 a) {
-  store(target, max(splat(-kLargestHalf), min(splat(kLargestHalf), a)));
-}
+inline Vec16 saturate(Vec16 a) { return max(splat(-kLargestHalf), min(splat(kLargestHalf), a)); }
+inline void store_saturated(Half* target, Vec16 a) { store(target, saturate(a)); }
 
 inline void store_saturated(float* target, Vec16 a) { store(target, a); }
 

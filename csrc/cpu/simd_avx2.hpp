@@ -54,6 +54,11 @@ inline Vec16 load_low8(const float* p) { return {_mm256_loadu_ps(p), _mm256_setz
 inline Vec16 load_low8(const Half* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), _mm256_setzero_ps()};
 }
+inline __m256 widen_int8(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline Vec16 load(const int8_t* p) { return {widen_int8(p), widen_int8(p + 8)}; }
+inline Vec16 load_low8(const int8_t* p) { return {widen_int8(p), _mm256_setzero_ps()}; }
 inline void store(float* p, Vec16 a) {
   _mm256_storeu_ps(p, a.lo);
   _mm256_storeu_ps(p + 8, a.hi);
@@ -81,17 +86,20 @@ inline float largest_magnitude(Vec16 a, Vec16 b) {
   return _mm_cvtss_f32(_mm_castsi128_ps(four));
 }
 
-// Stores a and b, whose lanes lie between -127 and 127, rounded to integers; returns their sum.
-inline int32_t store_rounded(int8_t* p, Vec16 a, Vec16 b) {
+// Stores a and b, whose lanes lie between -127 and 127, rounded to integers; returns their sum,
+// the sum again, and the sums of each.
+inline Int4 store_rounded(int8_t* p, Vec16 a, Vec16 b) {
   const __m256i words_a = _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi));
   const __m256i words_b = _mm256_packs_epi32(_mm256_cvtps_epi32(b.lo), _mm256_cvtps_epi32(b.hi));
   const __m256i bytes = _mm256_packs_epi16(words_a, words_b);
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(bytes, order));
-  const __m256i pairs = _mm256_madd_epi16(_mm256_add_epi16(words_a, words_b), _mm256_set1_epi16(1));
-  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
-  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-  return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+  const __m256i ones = _mm256_set1_epi16(1);
+  // [a, a, b, b] in each 128 bits, then in the first.
+  const __m256i eight = _mm256_hadd_epi32(_mm256_madd_epi16(words_a, ones), _mm256_madd_epi16(words_b, ones));
+  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_hadd_epi32(four, four);
+  return (Int4)_mm_blend_epi32(_mm_hadd_epi32(two, two), two, 0b1100);
 }
 
 inline Vec16 operator+(Vec16 a, Vec16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }

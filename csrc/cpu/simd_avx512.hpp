@@ -41,6 +41,14 @@ inline Vec16 load_low8(const float* p) { return {_mm512_zextps256_ps512(_mm256_l
 inline Vec16 load_low8(const Half* p) {
   return {_mm512_zextps256_ps512(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
+inline Vec16 load(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))};
+}
+inline Vec16 load_low8(const int8_t* p) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))};
+}
 inline void store(float* p, Vec16 a) { _mm512_storeu_ps(p, a.v); }
 inline void store(Half* p, Vec16 a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
@@ -61,12 +69,18 @@ inline float largest_magnitude(Vec16 a, Vec16 b) {
   return result;
 }
 
-// Stores a and b, whose lanes lie between -127 and 127, rounded to integers; returns their sum.
-inline int32_t store_rounded(int8_t* p, Vec16 a, Vec16 b) {
+// Stores a and b, whose lanes lie between -127 and 127, rounded to integers; returns their sum,
+// the sum again, and the sums of each.
+inline Int4 store_rounded(int8_t* p, Vec16 a, Vec16 b) {
   const __m512i low = _mm512_cvtps_epi32(a.v), high = _mm512_cvtps_epi32(b.v);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(low));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 16), _mm512_cvtepi32_epi8(high));
-  return _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
+  // Pairs, [low, low, high, high] in each 128 bits, then in the first.
+  const __m512i pairs = _mm512_madd_epi16(_mm512_packs_epi32(low, high), _mm512_set1_epi16(1));
+  const __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(pairs), _mm512_extracti64x4_epi64(pairs, 1));
+  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_hadd_epi32(four, four);
+  return (Int4)_mm_blend_epi32(_mm_hadd_epi32(two, two), two, 0b1100);
 }
 
 inline Vec16 operator+(Vec16 a, Vec16 b) { return {_mm512_add_ps(a.v, b.v)}; }

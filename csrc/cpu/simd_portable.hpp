@@ -6,9 +6,6 @@
 
 namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE {
 
-using Float4 = float __attribute__((vector_size(16)));
-using Int4 = int32_t __attribute__((vector_size(16)));
-
 struct Vec16 {
   Float4 v[4];
 };
@@ -70,6 +67,19 @@ inline Vec16 load_low8(const Half* p) {
   for (int i = 0; i < 8; ++i) lanes[i] = half_to_float(p[i]);
   return load(lanes);
 }
+inline Vec16 load(const int8_t* p) {
+  return map([=](int i) {
+    using Byte4 = int8_t __attribute__((vector_size(4)));
+    Byte4 bytes;
+    std::memcpy(&bytes, p + 4 * i, sizeof bytes);
+    return __builtin_convertvector(bytes, Float4);
+  });
+}
+inline Vec16 load_low8(const int8_t* p) {
+  int8_t lanes[16] = {};
+  std::memcpy(lanes, p, 8);
+  return load(lanes);
+}
 inline void store(float* p, Vec16 a) { std::memcpy(p, &a, sizeof a); }
 inline void store(Half* p, Vec16 a) {
   float lanes[16];
@@ -96,16 +106,19 @@ inline float largest_magnitude(Vec16 a, Vec16 b) {
   return result;
 }
 
-// Stores a and b, whose lanes lie between -127 and 127, rounded to integers; returns their sum.
-inline int32_t store_rounded(int8_t* p, Vec16 a, Vec16 b) {
+// Stores a and b, whose lanes lie between -127 and 127, rounded to integers; returns their sum,
+// the sum again, and the sums of each.
+inline Int4 store_rounded(int8_t* p, Vec16 a, Vec16 b) {
   const Float4 shift = Float4{} + 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
-  Int4 sums{};
+  Int4 sums[2] = {};
   for (int i = 0; i < 8; ++i) {
     const Int4 integers = (Int4)((i < 4 ? a.v[i] : b.v[i - 4]) + shift) - (Int4)shift;
-    sums += integers;
+    sums[i / 4] += integers;
     for (int lane = 0; lane < 4; ++lane) p[4 * i + lane] = static_cast<int8_t>(integers[lane]);
   }
-  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  const auto total = [](Int4 four) { return (four[0] + four[1]) + (four[2] + four[3]); };
+  const int32_t low = total(sums[0]), high = total(sums[1]);
+  return Int4{low + high, low + high, low, high};
 }
 
 inline Vec16 operator+(Vec16 a, Vec16 b) {

@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "ggml_blocks.hpp"
+
 namespace streamllm::cpu {
 
 namespace {
@@ -25,30 +27,72 @@ void pack_elements(const uint8_t* source, int64_t row_stride, int64_t rows, int6
   }
 }
 
-// A group in GGML's files: its scale, its minimum if there is one (float16 each), then VALUE_BYTES of values.
-template <int FACTORS, int VALUE_BYTES>
-void pack_groups(const uint8_t* source, int64_t row_stride, int64_t rows, int64_t k, uint8_t* panel) {
-  constexpr int64_t kGroupBytes = FACTORS * 2 + VALUE_BYTES;
-  constexpr int64_t kSliceBytes = 16 * VALUE_BYTES;
-  for (int64_t group = 0; group < k / kGroup; ++group) {
-    uint8_t* block = panel + group * kGroupBytes * kPanelColumns;
-    for (int64_t row = 0; row < rows; ++row) {
-      const uint8_t* from = source + row * row_stride + group * kGroupBytes;
-      for (int factor = 0; factor < FACTORS; ++factor) {
-        std::memcpy(block + 2 * kSliceBytes + (factor * kPanelColumns + row) * 2, from + factor * 2, 2);
+// Writes BITS bits, from SHIFT on, of the eight quads of a group to one column of a plane.
+template <int BITS, int SHIFT>
+void pack_plane(const uint32_t* quads, uint8_t* plane) {
+  constexpr int kQuads = 8 / BITS;
+  constexpr uint32_t kMask = ((1u << BITS) - 1) * 0x01010101u;
+  for (int vector = 0; vector < BITS; ++vector) {
+    uint32_t word = 0;
+    for (int i = 0; i < kQuads; ++i) word |= (quads[vector * kQuads + i] >> SHIFT & kMask) << (BITS * i);
+    std::memcpy(plane + vector * 64, &word, sizeof word);
+  }
+}
+
+template <typename Block>
+void pack_column(const ggml::DecodedBlock& decoded, int column, uint8_t* block) {
+  constexpr BlockLayout kLayout = Block::kLayout;
+  std::memcpy(block + column * 2, &decoded.d, 2);
+  if constexpr (kLayout.minima) std::memcpy(block + (kPanelColumns + column) * 2, &decoded.m, 2);
+  if constexpr (kLayout.scales != GroupScales::none) {
+    for (int i = 0; i < kLayout.num_scales(); ++i) {
+      block[kLayout.scales_offset() + i * kPanelColumns + column] = decoded.scales[i];
+      if constexpr (kLayout.scales == GroupScales::bytes && kLayout.minima) {
+        block[kLayout.minima_offset() + i * kPanelColumns + column] = decoded.minima[i];
       }
-      uint8_t* words = block + row / 16 * kSliceBytes + row % 16 * 4;
-      for (int word = 0; word < VALUE_BYTES / 4; ++word) {
-        std::memcpy(words + word * 64, from + FACTORS * 2 + word * 4, 4);
-      }
+    }
+  }
+  for (int group = 0; group < kLayout.groups; ++group) {
+    uint32_t quads[kGroup / 4];
+    std::memcpy(quads, decoded.values + group * kGroup, sizeof quads);
+    uint8_t* slice = block + kLayout.values_offset() + (2 * group + column / 16) * kLayout.slice_bytes();
+    pack_plane<kLayout.low_bits, 0>(quads, slice + column % 16 * 4);
+    if constexpr (kLayout.high_bits > 0) {
+      pack_plane<kLayout.high_bits, kLayout.low_bits>(quads, slice + kLayout.low_bits * 64 + column % 16 * 4);
     }
   }
 }
 
+template <typename Block>
+void pack_blocks(const uint8_t* source, int64_t row_stride, int64_t rows, int64_t k, uint8_t* panel) {
+  constexpr BlockLayout kLayout = Block::kLayout;
+  ggml::DecodedBlock decoded;
+  for (int64_t block = 0; block < k / kLayout.elements(); ++block) {
+    for (int64_t row = 0; row < rows; ++row) {
+      Block::decode(source + row * row_stride + block * Block::kBytes, decoded);
+      pack_column<Block>(decoded, static_cast<int>(row), panel + block * kLayout.bytes());
+    }
+  }
+}
+
+template <int ELEMENT_BYTES>
+constexpr WeightFormatInfo floats(const char* name) {
+  return {name, 1, ELEMENT_BYTES, ELEMENT_BYTES, false, pack_elements<ELEMENT_BYTES>};
+}
+
+template <typename Block>
+constexpr WeightFormatInfo blocks(const char* name) {
+  constexpr BlockLayout kLayout = Block::kLayout;
+  static_assert(kLayout.bytes() % kPanelColumns == 0);
+  return {name, kLayout.elements(), Block::kBytes, kLayout.bytes() / kPanelColumns, true, pack_blocks<Block>};
+}
+
 constexpr WeightFormatInfo kFormats[kNumWeightFormats] = {
-    {"float32", 1, 4, false, pack_elements<4>},     {"float16", 1, 2, false, pack_elements<2>},
-    {"bfloat16", 1, 2, false, pack_elements<2>},    {"q4_0", kGroup, 18, true, pack_groups<1, 16>},
-    {"q4_1", kGroup, 20, true, pack_groups<2, 16>}, {"q8_0", kGroup, 34, true, pack_groups<1, 32>},
+    floats<4>("float32"),       floats<2>("float16"),          floats<2>("bfloat16"),
+    blocks<ggml::Q4_0>("q4_0"), blocks<ggml::Q4_1>("q4_1"),    blocks<ggml::Q5_0>("q5_0"),
+    blocks<ggml::Q5_1>("q5_1"), blocks<ggml::Q8_0>("q8_0"),    blocks<ggml::Q2_K>("q2_k"),
+    blocks<ggml::Q3_K>("q3_k"), blocks<ggml::Q4_K>("q4_k"),    blocks<ggml::Q5_K>("q5_k"),
+    blocks<ggml::Q6_K>("q6_k"), blocks<ggml::Iq4Nl>("iq4_nl"), blocks<ggml::Iq4Xs>("iq4_xs"),
 };
 
 }  // namespace

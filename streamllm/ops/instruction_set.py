@@ -21,7 +21,7 @@ _MULTIPLY_ADDS = {
     "avx2": "float32 FMA on 256 bits",
     "portable": "float32 products and sums, as the compiler vectorises them",
 }
-_QUANTIZED = frozenset({"q4_0", "q4_1", "q8_0"})
+_PLAIN = frozenset({"float32", "float16", "bfloat16"})
 _AVX2_FLAGS = ("avx2", "fma", "f16c")
 
 
@@ -80,7 +80,7 @@ def _why(name: str, supported: tuple[str, ...]) -> str:
 
 
 def _kernel(stored_as: str, name: str) -> str:
-    if stored_as in _QUANTIZED:
+    if stored_as not in _PLAIN:
         return f"packed; activations in 8 bits, {_DOT_PRODUCTS[name]}"
     widened = "" if stored_as == "float32" else "16 bits widened in registers, "
     return f"packed; {widened}{_MULTIPLY_ADDS[name]}"

@@ -1,8 +1,9 @@
 """The paged KV cache's memory: one allocation for all layers.
 
-A block holds ``block_size`` positions of one sequence. Keys lie with 16 positions side by side for each
-dimension, so that a score is summed over the head in one order whatever the batch; values lie position by
-position.
+A block holds ``block_size`` positions of one sequence, in tiles of 16. Keys lie with a tile's positions side
+by side for each dimension, so that a score is summed over the head in one order whatever the batch; values
+lie position by position. In int8 the key and the value of each position and head have a float32 scale each,
+which stand at the ends of their tiles: whoever moves a block moves its scales.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from streamllm.ops.memory import map_memory
 KEY_LANES = 16
 """Positions that lie side by side in a key block; ``block_size`` is a multiple of it."""
 
-DTYPES: dict[str, Any] = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
+DTYPES: dict[str, Any] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "int8": np.dtype(np.int8),
+}
 
 
 def kv_bytes_per_block(
@@ -33,14 +38,17 @@ def kv_bytes_per_block(
         raise ConfigError(f"kv_cache_dtype must be one of {', '.join(DTYPES)}, got {kv_cache_dtype!r}.")
     if block_size <= 0 or block_size % KEY_LANES:
         raise ConfigError(f"block_size must be a positive multiple of {KEY_LANES}, got {block_size}.")
-    return layers_per_block * 2 * num_kv_heads * block_size * head_dim * DTYPES[kv_cache_dtype].itemsize
+    scale_bytes = np.dtype(np.float32).itemsize if kv_cache_dtype == "int8" else 0
+    head_bytes = head_dim * DTYPES[kv_cache_dtype].itemsize + scale_bytes
+    return layers_per_block * 2 * num_kv_heads * block_size * head_bytes
 
 
 class KVCache:
     """Keys and values of ``num_blocks`` blocks; page-aligned, zeroed; untouched pages take no memory.
 
     Attributes:
-        planes: ``[layers_per_block, 2 (key, value), num_blocks, num_kv_heads * block_size * head_dim]``.
+        planes: ``[layers_per_block, 2 (key, value), num_blocks, elements]``: a block's
+            ``num_kv_heads * block_size * head_dim`` elements, in int8 with the scales' bytes among them.
             Plane ``p`` serves the ``p``-th layer of every KV group, whose blocks are different ones.
     """
 
@@ -71,20 +79,31 @@ class KVCache:
                 f"Not enough memory for a KV cache of {self.num_bytes / 2**30:.2f} GiB; ask for fewer blocks."
             ) from error
         self.planes = np.frombuffer(memory, DTYPES[kv_cache_dtype]).reshape(
-            layers_per_block, 2, num_blocks, num_kv_heads * block_size * head_dim
+            layers_per_block, 2, num_blocks, -1
         )
 
     def keys(self, place: int) -> np.ndarray:
         """``[num_blocks, num_kv_heads, block_size / 16, head_dim, 16]``, a view."""
-        return self.planes[place, 0].reshape(
-            self.num_blocks, self.num_kv_heads, self.block_size // KEY_LANES, self.head_dim, KEY_LANES
-        )
+        tiles = self._tiles(place, 0)
+        return tiles.reshape(*tiles.shape[:3], self.head_dim, KEY_LANES)
 
     def values(self, place: int) -> np.ndarray:
-        """``[num_blocks, num_kv_heads, block_size, head_dim]``, a view."""
-        return self.planes[place, 1].reshape(
-            self.num_blocks, self.num_kv_heads, self.block_size, self.head_dim
-        )
+        """``[num_blocks, num_kv_heads, block_size / 16, 16, head_dim]``, a view."""
+        tiles = self._tiles(place, 1)
+        return tiles.reshape(*tiles.shape[:3], KEY_LANES, self.head_dim)
+
+    def scales(self, place: int) -> np.ndarray:
+        """In int8, of keys and of values: float32 ``[2, num_blocks, num_kv_heads, block_size / 16, 16]``, a
+        view."""
+        blocks = self.planes[place].view(np.float32)
+        tiles = blocks.reshape(2, self.num_blocks, self.num_kv_heads, self.block_size // KEY_LANES, -1)
+        return tiles[..., -KEY_LANES:]
+
+    def _tiles(self, place: int, plane: int) -> np.ndarray:
+        """A plane's tiles without their scales."""
+        blocks = self.planes[place, plane]
+        tiles = blocks.reshape(self.num_blocks, self.num_kv_heads, self.block_size // KEY_LANES, -1)
+        return tiles[..., : KEY_LANES * self.head_dim]
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies blocks ``(source, destination)`` in every plane; all are read before any is written."""

@@ -63,7 +63,9 @@ class StepInputs:
     Attributes:
         token_ids: int32 ``[max_tokens]``, the chunks of all sequences one after the other. With a queue of
             several steps :data:`UNKNOWN_TOKEN` stands for the token drawn last for its row's slot.
-        rope_rows: int32 ``[max_tokens]``, each token's row in the rotary table.
+        rope_rows: int32 ``[max_tokens]``, each token's row in the rotary tables: its position, but for
+            dynamic embeddings. A model with learned positions has no such tables: there it is always the
+            position.
         slot_mapping: int64 ``[num_groups, max_tokens]``, ``block * block_size + offset`` where each token's K
             and V go in the layers of a KV group.
         query_start: int32 ``[max_sequences + 1]``; sequence ``s`` owns rows ``[query_start[s],
@@ -74,7 +76,7 @@ class StepInputs:
         output_rows: int32 ``[max_outputs]``, rows whose hidden state is wanted.
         slots, output_slots: int32 ``[max_sequences]`` and ``[max_outputs]``, the slot of each scheduled
             sequence, and of the one that draws in each output row; set with a queue of several steps only.
-        rope_cos, rope_sin: float32 ``[*, rotary_dim / 2]``.
+        rope_cos, rope_sin: float32 ``[*, rotary_dim / 2]``, one each for every rotary embedding of the model.
         rope_version: rises when they have changed.
         kv_cache: the pool that ``slot_mapping`` and ``block_tables`` speak of.
         num_tokens, num_sequences, num_outputs: how many leading entries count in this step.
@@ -89,8 +91,8 @@ class StepInputs:
     output_rows: np.ndarray
     slots: np.ndarray
     output_slots: np.ndarray
-    rope_cos: np.ndarray
-    rope_sin: np.ndarray
+    rope_cos: tuple[np.ndarray, ...]
+    rope_sin: tuple[np.ndarray, ...]
     kv_cache: KVCache
     rope_version: int = 0
     num_tokens: int = 0
@@ -102,8 +104,8 @@ class StepInputs:
         cls,
         max_tokens: int,
         max_sequences: int,
-        rope_cos: np.ndarray,
-        rope_sin: np.ndarray,
+        rope_cos: tuple[np.ndarray, ...],
+        rope_sin: tuple[np.ndarray, ...],
         kv_cache: KVCache,
         num_groups: int = 1,
         max_outputs: int | None = None,

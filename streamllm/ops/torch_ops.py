@@ -7,14 +7,14 @@ native kernels use. Readable first; nothing on the CPU serving path imports this
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from streamllm.ops import Attention, RMSNorm
+from streamllm.ops import Activation, Attention, Experts, Gate, LayerNorm, RMSNorm
 from streamllm.ops.kv_cache import KEY_LANES
 from streamllm.ops.step_inputs import StepInputs
 from streamllm.ops.stored_rows import StoredRows
@@ -28,15 +28,34 @@ class TorchLinear:
     bias: Tensor | None
 
 
+@dataclass(frozen=True)
+class TorchExperts:
+    """``weight [experts, n, k]`` and ``bias [experts, n]`` or ``None``, float32."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
 def _tensor(array: np.ndarray, count: int) -> Tensor:
     """The first ``count`` entries as an int64 tensor that can index others."""
     return torch.from_numpy(array[:count].astype(np.int64))
+
+
+def _quantized(heads: Tensor) -> tuple[Tensor, Tensor]:
+    """Heads ``[..., head_dim]`` as integers from -127 to 127, and their scales ``[...]``, both in float32.
+    NaN makes the scale NaN."""
+    largest = heads.abs().amax(-1)
+    tiny = largest < 1e-30
+    factor = (127.0 / largest).masked_fill(tiny, 0.0)
+    integers = (heads * factor[..., None]).round().nan_to_num(0.0)
+    return integers, (largest / 127.0).masked_fill(tiny, 0.0)
 
 
 class TorchOps:
     """Eager operations (the protocol :class:`streamllm.ops.Ops`); buffers are tensors ``[rows, width]``."""
 
     packed_formats: frozenset[str] = frozenset()
+    device, dtype = torch.device("cpu"), torch.float32
 
     def __init__(self) -> None:
         self.weight_bytes = 0
@@ -60,6 +79,16 @@ class TorchOps:
         self.weight_bytes += weight.nbytes
         return TorchLinear(weight, None if bias is None else self.vector(bias))
 
+    def expert_matrices(
+        self,
+        rows: int,
+        columns: int,
+        experts: Iterable[Iterable[np.ndarray | StoredRows]],
+        bias: np.ndarray | None = None,
+    ) -> TorchExperts:
+        weights = [self.matrix(rows, columns, parts).weight for parts in experts]
+        return TorchExperts(torch.stack(weights), None if bias is None else self.vector(bias))
+
     def vector(self, values: np.ndarray) -> Tensor:
         vector = torch.tensor(values, dtype=torch.float32)
         self.weight_bytes += vector.nbytes
@@ -68,9 +97,28 @@ class TorchOps:
     def embedding(self, batch: StepInputs, weight: TorchLinear) -> Tensor:
         return weight.weight[_tensor(batch.token_ids, batch.num_tokens)]
 
+    def position_embedding(self, batch: StepInputs, weight: TorchLinear) -> Tensor:
+        return weight.weight[_tensor(batch.rope_rows, batch.num_tokens)]
+
     def rms_norm(self, x: Tensor, norm: RMSNorm, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         total = x if residual is None else x + residual
         return self._normalize(total, norm), total
+
+    def layer_norm(self, x: Tensor, norm: LayerNorm, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        return torch.nn.functional.layer_norm(total, (norm.size,), norm.weight, norm.bias, norm.eps), total
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        return x + other
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return cap * torch.tanh(x / cap)
+
+    def sigmoid_scale(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid()
 
     def linear(self, x: Tensor, weight: TorchLinear) -> Tensor:
         return torch.nn.functional.linear(x, weight.weight, weight.bias)
@@ -79,14 +127,15 @@ class TorchOps:
         count, heads, kv_heads = batch.num_tokens, attention.num_heads, attention.num_kv_heads
         q, k, v = qkv.view(count, -1, attention.head_dim).split([heads, kv_heads, kv_heads], dim=1)
         if attention.q_norm:
-            q = self._normalize(q, attention.q_norm)
+            q = self._normalize(q.reshape(count, -1, attention.q_norm.size), attention.q_norm).view_as(q)
         if attention.k_norm:
-            k = self._normalize(k, attention.k_norm)
-        rows = _tensor(batch.rope_rows, count)
-        cos = torch.from_numpy(batch.rope_cos)[rows][:, None]
-        sin = torch.from_numpy(batch.rope_sin)[rows][:, None]
-        q = self._rotate(q, cos, sin, attention.rotary_dim)
-        k = self._rotate(k, cos, sin, attention.rotary_dim)
+            k = self._normalize(k.reshape(count, -1, attention.k_norm.size), attention.k_norm).view_as(k)
+        if attention.rotary_dim:
+            rows = _tensor(batch.rope_rows, count)
+            cos = torch.from_numpy(batch.rope_cos[attention.rope])[rows][:, None]
+            sin = torch.from_numpy(batch.rope_sin[attention.rope])[rows][:, None]
+            q = self._rotate(q, cos, sin, attention.rotary_dim)
+            k = self._rotate(k, cos, sin, attention.rotary_dim)
         self._write_cache(k, v, batch, attention)
         return q.reshape(count, attention.q_width)
 
@@ -97,12 +146,43 @@ class TorchOps:
             out[start:end] = self._attend(q[start:end], sequence, batch, attention)
         return out
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate) * up
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        functional = torch.nn.functional
+        if activation == "gelu_tanh":
+            return functional.gelu(x, approximate="tanh")
+        known: dict[str, Callable[[Tensor], Tensor]] = {
+            "silu": functional.silu, "gelu": functional.gelu, "relu": functional.relu,
+        }  # fmt: skip
+        return known[activation](x)
+
+    def gate_and_mul(self, x: Tensor, gate: Gate) -> Tensor:
+        gated, up = x.chunk(2, dim=-1)
+        if gate.limit:
+            gated, up = gated.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+            return gated * torch.sigmoid(1.702 * gated) * (up + 1)
+        return self.activate(gated, gate.activation) * up
+
+    def experts(self, x: Tensor, router_logits: Tensor, experts: Experts) -> Tensor:
+        # A stable sort, so that the lower number wins among equals.
+        order = router_logits.sort(dim=-1, descending=True, stable=True).indices[:, : experts.top_k]
+        chosen = torch.zeros_like(router_logits, dtype=torch.bool).scatter_(1, order, True)
+        scored = router_logits.masked_fill(~chosen, float("-inf")) if experts.normalize else router_logits
+        weights = scored.softmax(-1)
+        out = torch.zeros_like(x)
+        for expert in range(experts.num_experts):
+            rows = chosen[:, expert].nonzero()[:, 0]
+            hidden = self._expert(x[rows], experts.gate_up, expert)
+            hidden = self._expert(self.gate_and_mul(hidden, experts.gate), experts.down, expert)
+            out[rows] += weights[rows, expert, None] * hidden
+        return out
 
     def select_rows(self, x: Tensor, batch: StepInputs) -> Tensor:
         return x[_tensor(batch.output_rows, batch.num_outputs)]
+
+    @staticmethod
+    def _expert(x: Tensor, matrices: TorchExperts, expert: int) -> Tensor:
+        bias = None if matrices.bias is None else matrices.bias[expert]
+        return torch.nn.functional.linear(x, matrices.weight[expert], bias)
 
     @staticmethod
     def _normalize(x: Tensor, norm: RMSNorm) -> Tensor:
@@ -120,15 +200,20 @@ class TorchOps:
         cache = batch.kv_cache
         keys = torch.from_numpy(cache.keys(attention.place))
         values = torch.from_numpy(cache.values(attention.place))
-        if keys.dtype == torch.float16:
+        if keys.dtype != torch.float32:
             limit = torch.finfo(torch.float16).max
             k, v = k.clamp(-limit, limit), v.clamp(-limit, limit)
         slots = _tensor(batch.slot_mapping[attention.group], batch.num_tokens)
         written = slots >= 0
-        slots = slots[written]
+        slots, k, v = slots[written], k[written], v[written]
         block, offset = slots // cache.block_size, slots % cache.block_size
-        keys[block, :, offset // KEY_LANES, :, offset % KEY_LANES] = k[written].to(keys.dtype)
-        values[block, :, offset] = v[written].to(values.dtype)
+        tile, lane = offset // KEY_LANES, offset % KEY_LANES
+        if keys.dtype == torch.int8:
+            scales = torch.from_numpy(cache.scales(attention.place))
+            k, scales[0][block, :, tile, lane] = _quantized(k)
+            v, scales[1][block, :, tile, lane] = _quantized(v)
+        keys[block, :, tile, :, lane] = k.to(keys.dtype)
+        values[block, :, tile, lane] = v.to(values.dtype)
 
     @staticmethod
     def _attend(q: Tensor, sequence: int, batch: StepInputs, attention: Attention) -> Tensor:
@@ -140,9 +225,12 @@ class TorchOps:
         table = np.ctypeslib.as_array((ctypes.c_int32 * num_blocks).from_address(address))
         # Blocks that left the window stand as -1; what is read in their place is masked.
         blocks = _tensor(table, num_blocks).clamp(min=0)
-        keys = torch.from_numpy(cache.keys(attention.place))[blocks].float()
-        keys = keys.permute(1, 0, 2, 4, 3).reshape(kv_heads, -1, attention.head_dim)[:, :context]
+        keys = torch.from_numpy(cache.keys(attention.place))[blocks].float().transpose(-1, -2)
         values = torch.from_numpy(cache.values(attention.place))[blocks].float()
+        if cache.dtype_name == "int8":
+            scales = torch.from_numpy(cache.scales(attention.place))[:, blocks, ..., None]
+            keys, values = keys * scales[0], values * scales[1]
+        keys = keys.transpose(0, 1).reshape(kv_heads, -1, attention.head_dim)[:, :context]
         values = values.transpose(0, 1).reshape(kv_heads, -1, attention.head_dim)[:, :context]
         queries = q.view(num_rows, kv_heads, heads // kv_heads, attention.head_dim).permute(1, 2, 0, 3)
         scores = queries @ keys.transpose(1, 2)[:, None] * attention.scale
@@ -153,5 +241,9 @@ class TorchOps:
         visible = position <= row
         if attention.window:
             visible &= position > row - attention.window
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if attention.sinks is not None:
+            sinks = attention.sinks.view(kv_heads, -1, 1, 1).expand(-1, -1, num_rows, 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = scores.softmax(-1)[..., :context]
         return (weights @ values[:, None]).permute(2, 0, 1, 3).reshape(num_rows, attention.q_width)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
@@ -68,26 +68,47 @@ def linear(
     return out
 
 
+def quantize_heads(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Heads [..., head_dim] as the int8 cache holds them: int8 of that shape, and float32 scales [...]."""
+    clipped = np.clip(x.astype(np.float32), -65504, 65504)
+    largest = np.abs(clipped).max(-1)
+    with np.errstate(all="ignore"):
+        factor = np.where(largest >= 1e-30, np.float32(127) / largest, np.float32(0))[..., None]
+        integers = np.where(np.isnan(factor) | (factor == 0), 0, np.rint(clipped * factor)).astype(np.int8)
+    return integers, np.where(largest < 1e-30, 0, largest / np.float32(127)).astype(np.float32)
+
+
 @dataclass
 class PagedCache:
-    """One layer's key and value cache with a random block order; unused slots hold NaN or infinity."""
+    """One layer's key and value cache with a random block order; unused slots hold NaN or infinity.
+
+    Attributes:
+        keys: [num_blocks, num_kv_heads, block_size / 16, head_dim, 16], a view of key_memory.
+        values: [num_blocks, num_kv_heads, block_size / 16, 16, head_dim], a view of value_memory.
+        key_scales, value_scales: in int8, float32[num_blocks, num_kv_heads, block_size / 16, 16].
+    """
 
     num_kv_heads: int
     head_dim: int
     block_size: int
     num_blocks: int
-    kv_dtype: Literal["float32", "float16"] = "float32"
+    kv_dtype: Literal["float32", "float16", "int8"] = "float32"
     seed: int = 0
-    keys: np.ndarray = field(init=False)
-    values: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        dtype = np.dtype(self.kv_dtype)
-        tiles = self.block_size // 16
-        self.keys = np.full((self.num_blocks, self.num_kv_heads, tiles, self.head_dim, 16), np.nan, dtype)
-        self.values = np.full(
-            (self.num_blocks, self.num_kv_heads, self.block_size, self.head_dim), np.inf, dtype
-        )
+        quantized = self.kv_dtype == "int8"
+        elements = 16 * self.head_dim
+        tiles = (self.num_blocks, self.num_kv_heads, self.block_size // 16)
+        shape = (*tiles, elements + (64 if quantized else 0))
+        key_unused, value_unused = (99, -99) if quantized else (np.nan, np.inf)
+        self.key_memory = np.full(shape, key_unused, self.kv_dtype)
+        self.value_memory = np.full(shape, value_unused, self.kv_dtype)
+        self.keys = self.key_memory[..., :elements].reshape(*tiles, self.head_dim, 16)
+        self.values = self.value_memory[..., :elements].reshape(*tiles, 16, self.head_dim)
+        if quantized:
+            self.key_scales = self.key_memory.view(np.float32)[..., -16:]
+            self.value_scales = self.value_memory.view(np.float32)[..., -16:]
+            self.key_scales[:], self.value_scales[:] = np.nan, np.inf
         self.free = list(np.random.default_rng(self.seed).permutation(self.num_blocks))
 
     def allocate(self, num_tokens: int) -> np.ndarray:
@@ -102,17 +123,34 @@ class PagedCache:
 
     def write(self, table: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
         """keys, values: [tokens, num_kv_heads, head_dim] of positions 0, 1, ..."""
-        for position in range(keys.shape[0]):
-            block, offset = table[position // self.block_size], position % self.block_size
-            self.keys[block, :, offset // 16, :, offset % 16] = keys[position]
-            self.values[block, :, offset, :] = values[position]
+        self.put(self.slots(table, np.arange(len(keys))), keys, values)
+
+    def put(self, slots: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
+        """The same of any slots."""
+        block, tile, lane = self._places(slots)
+        if self.kv_dtype == "int8":
+            keys, self.key_scales[block, :, tile, lane] = quantize_heads(keys)
+            values, self.value_scales[block, :, tile, lane] = quantize_heads(values)
+        self.keys[block, :, tile, :, lane] = keys
+        self.values[block, :, tile, lane] = values
 
     def read(self, table: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """float64 keys and values [tokens, num_kv_heads, head_dim]."""
-        positions = np.arange(num_tokens)
-        blocks, offsets = table[positions // self.block_size], positions % self.block_size
-        keys = self.keys[blocks, :, offsets // 16, :, offsets % 16]
-        return keys.astype(np.float64), self.values[blocks, :, offsets, :].astype(np.float64)
+        return self.at(self.slots(table, np.arange(num_tokens)))
+
+    def at(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same of any slots."""
+        block, tile, lane = self._places(slots)
+        keys = self.keys[block, :, tile, :, lane].astype(np.float64)
+        values = self.values[block, :, tile, lane].astype(np.float64)
+        if self.kv_dtype == "int8":
+            keys *= self.key_scales[block, :, tile, lane][..., None]
+            values *= self.value_scales[block, :, tile, lane][..., None]
+        return keys, values
+
+    def _places(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Block, tile in it, position in the tile."""
+        return slots // self.block_size, slots % self.block_size // 16, slots % 16
 
 
 @dataclass
@@ -129,6 +167,7 @@ def paged_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: np.ndarray | None = None,
     threads: int = 2,
 ) -> list[np.ndarray]:
     """Runs the kernel on a batch; one [rows, num_heads, head_dim] result per sequence."""
@@ -153,6 +192,7 @@ def paged_attention(
             scale,
             window,
             soft_cap,
+            address(sinks),
             address(starts),
             address(contexts),
             address(tables),
@@ -176,6 +216,7 @@ def attention_reference(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """float64 attention of the last rows of a context, causal and windowed."""
     rows, num_heads, head_dim = query.shape
@@ -190,8 +231,11 @@ def attention_reference(
             scores = keys[seen, head // group] @ query[row, head].astype(np.float64) * scale
             if soft_cap:
                 scores = soft_cap * np.tanh(scores / soft_cap)
-            weights = np.exp(scores - scores.max())
-            out[row, head] = weights @ values[seen, head // group] / weights.sum()
+            sink = -np.inf if sinks is None else float(sinks[head])
+            maximum = max(scores.max(), sink)
+            weights = np.exp(scores - maximum)
+            total = weights.sum() + np.exp(sink - maximum)
+            out[row, head] = weights @ values[seen, head // group] / total
     return out
 
 

@@ -46,6 +46,32 @@ def test_matches_float64(instruction_set, head_dim, group, kv_dtype):
     check(cache, sequences, scale=head_dim**-0.5)
 
 
+@pytest.mark.parametrize(("head_dim", "group"), [(8, 1), (24, 3), (64, 8), (80, 4), (128, 3), (256, 1)])
+@pytest.mark.parametrize("options", [{}, {"window": 70, "soft_cap": 5.0}])
+def test_int8_matches_float64(instruction_set, head_dim, group, options):
+    """The arithmetic is float32's: only what is stored was rounded."""
+    cache = PagedCache(2, head_dim, 32, 48, "int8")
+    sinks = np.linspace(-1, 2, 2 * group, dtype=np.float32) if options else None
+    shapes = [(1, 1), (17, 3), (100, 1), (257, 30), (530, 2)]
+    sequences = [make_sequence(cache, 2 * group, *shape, i) for i, shape in enumerate(shapes)]
+    check(cache, sequences, tolerance=1e-5, scale=head_dim**-0.5, sinks=sinks, **options)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
+def test_instruction_sets_that_fuse_products_agree(kv_dtype):
+    cache = PagedCache(2, 80, 16, 80, kv_dtype)
+    sequences = [make_sequence(cache, 6, context, rows, context) for context, rows in ((40, 40), (600, 2))]
+    before, results = _native.instruction_set(), []
+    for name in _native.instruction_sets():
+        if name == "portable":
+            continue
+        _native.set_instruction_set(name)
+        results.append(np.concatenate(paged_attention(cache, sequences, scale=0.2, soft_cap=20.0)))
+    _native.set_instruction_set(before)
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
 @pytest.mark.parametrize("context", [255, 256, 257, 511, 512, 513])
 @pytest.mark.parametrize("block_size", [16, 32, 48])
 def test_partition_edges(instruction_set, context, block_size):
@@ -69,6 +95,15 @@ def test_soft_cap(instruction_set, soft_cap):
     check(cache, sequences, tolerance=2e-5, scale=1.0, soft_cap=soft_cap)
 
 
+@pytest.mark.parametrize("window", [0, 20])
+def test_sinks(instruction_set, window):
+    """From none to one that outweighs all keys; contexts of one partition and of several."""
+    cache = PagedCache(2, 16, 16, 60)
+    sinks = np.array([-np.inf, -3.0, 1.5, 100.0], np.float32)
+    sequences = [make_sequence(cache, 4, context, 3, context) for context in (5, 600)]
+    check(cache, sequences, scale=0.25, window=window, sinks=sinks)
+
+
 def test_many_heads_share_one_key_head(instruction_set):
     cache = PagedCache(1, 16, 16, 40)
     check(cache, [make_sequence(cache, 71, 50, 3, 0)], scale=0.25)
@@ -82,11 +117,12 @@ def test_large_scores_do_not_overflow(instruction_set):
 
 
 @pytest.mark.parametrize("window", [0, 70])
-@pytest.mark.parametrize("group", [1, 3, 5])
-def test_any_chunking_and_batch_gives_the_same_bits(instruction_set, group, window):
+@pytest.mark.parametrize(("group", "kv_dtype"), [(1, "float32"), (3, "float32"), (3, "int8"), (5, "float32")])
+def test_any_chunking_and_batch_gives_the_same_bits(instruction_set, group, kv_dtype, window):
     rng = np.random.default_rng(3)
-    cache = PagedCache(2, 24, 16, 200)
-    options = {"scale": 0.2, "window": window}
+    cache = PagedCache(2, 24, 16, 200, kv_dtype)
+    sinks = rng.standard_normal(2 * group).astype(np.float32)
+    options = {"scale": 0.2, "window": window, "sinks": sinks if window else None}
     total = 320
     whole = make_sequence(cache, 2 * group, total, total, 0)
     others = [
@@ -108,14 +144,14 @@ def test_any_chunking_and_batch_gives_the_same_bits(instruction_set, group, wind
             np.testing.assert_array_equal(result, expected[begin:end])
 
 
-@pytest.mark.parametrize(("head_dim", "kv_dtype"), [(24, "float32"), (64, "float16")])
+@pytest.mark.parametrize(("head_dim", "kv_dtype"), [(24, "float32"), (64, "float16"), (64, "int8")])
 @pytest.mark.parametrize("window", [0, 300])
 def test_partitions_on_several_threads_give_the_same_bits(instruction_set, window, head_dim, kv_dtype):
     """A few long contexts are split among the threads; one thread, or a large batch, is given them whole."""
     cache = PagedCache(3, head_dim, 16, 400, kv_dtype)
     shapes = [(1300, 1), (700, 3), (200, 1)]
     long = [make_sequence(cache, 9, context, rows, i) for i, (context, rows) in enumerate(shapes)]
-    options = {"scale": 0.2, "window": window}
+    options = {"scale": 0.2, "window": window, "sinks": np.linspace(-2, 4, 9, dtype=np.float32)}
     expected = paged_attention(cache, long, **options, threads=1)
     check(cache, long, tolerance=1e-5, **options, threads=4)
     crowd = [make_sequence(cache, 9, 20 + i, 1, i) for i in range(40)]
@@ -125,8 +161,9 @@ def test_partitions_on_several_threads_give_the_same_bits(instruction_set, windo
             np.testing.assert_array_equal(result, want)
 
 
-def test_later_tokens_of_the_chunk_do_not_touch_earlier_rows(instruction_set):
-    cache = PagedCache(1, 64, 16, 20)
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_later_tokens_of_the_chunk_do_not_touch_earlier_rows(instruction_set, kv_dtype):
+    cache = PagedCache(1, 64, 16, 20, kv_dtype)
     sequence = make_sequence(cache, 3, 40, 40, 0)
     expected = paged_attention(cache, [sequence], scale=0.125)[0]
     keys, values = cache.read(sequence.table, 40)
@@ -161,6 +198,7 @@ def attention_arguments(**changes):
         "scale": 0.25,
         "window": 0,
         "soft_cap": 0.0,
+        "sinks": 0,
         "query_start": memory.ctypes.data,
         "context_lens": memory.ctypes.data,
         "block_tables": memory.ctypes.data,
@@ -179,7 +217,7 @@ def attention_arguments(**changes):
         ({"head_dim": 264}, "head_dim"),
         ({"block_size": 24}, "block_size must be a multiple of 16, not 24"),
         ({"block_size": 0}, "block_size"),
-        ({"kv_dtype": "bfloat16"}, "kv_dtype must be float32 or float16, not 'bfloat16'"),
+        ({"kv_dtype": "bfloat16"}, "kv_dtype must be float32, float16 or int8, not 'bfloat16'"),
         ({"num_heads": 3}, "num_heads must be a multiple of num_kv_heads, not 3 for 2"),
         ({"num_kv_heads": 0}, "num_kv_heads"),
         ({"q_stride": 63}, "q_stride must be at least 64, not 63"),

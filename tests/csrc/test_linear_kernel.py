@@ -134,7 +134,7 @@ def test_bad_matrix_arguments_are_named():
     source = np.zeros((8, 4), np.float32)
     with pytest.raises(ValueError, match="'q3' is not known; choose one of float32, float16"):
         matrix.append_rows("q3", source.ctypes.data, 8, 16)
-    with pytest.raises(ValueError, match="rows of 4 elements cannot be q4_0: its groups have 32"):
+    with pytest.raises(ValueError, match="rows of 4 elements cannot be q4_0: its blocks have 32"):
         matrix.append_rows("q4_0", source.ctypes.data, 8, 16)
     with pytest.raises(ValueError, match="row_stride must be at least 16, not 15"):
         matrix.append_rows("float32", source.ctypes.data, 8, 15)

@@ -74,7 +74,7 @@ def test_second_submit_is_refused_until_the_first_is_done(event_fd):
     with pytest.raises(RuntimeError, match="busy"):
         other.plan.run(16, 0, 0)
     with pytest.raises(RuntimeError, match="running"):
-        chain.plan.silu_and_mul(address(chain.buffers[0]), 99, 4, address(chain.buffers[1]), 99)
+        chain.plan.activate(address(chain.buffers[0]), 99, 4, "silu", address(chain.buffers[1]), 99)
     chain.plan.wait()
     assert os.eventfd_read(event_fd) == 1
     chain.check()

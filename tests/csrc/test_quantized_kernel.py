@@ -6,20 +6,23 @@ The reference rounds the activations as the kernel is documented to, and multipl
 
 from __future__ import annotations
 
-import gguf
 import numpy as np
 import pytest
 from native_reference import address, linear, pack_parts, padded_rows, run, stride
+from quantized_reference import (
+    FACTORS,
+    GROUP,
+    block_of,
+    dequantise,
+    quantise,
+    random_blocks,
+    round_activations,
+    set_factor,
+)
 
 from streamllm import _native
 
 INSTRUCTION_SETS = _native.instruction_sets()
-TYPES = {
-    "q4_0": gguf.GGMLQuantizationType.Q4_0,
-    "q4_1": gguf.GGMLQuantizationType.Q4_1,
-    "q8_0": gguf.GGMLQuantizationType.Q8_0,
-}
-GROUP = 32
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)
@@ -28,35 +31,6 @@ def instruction_set(request):
     _native.set_instruction_set(request.param)
     yield request.param
     _native.set_instruction_set(before)
-
-
-def quantise(name: str, weight: np.ndarray) -> np.ndarray:
-    """uint8 [rows, bytes of a row]"""
-    return gguf.quants.quantize(weight.astype(np.float32), TYPES[name])
-
-
-def dequantise(name: str, stored: np.ndarray) -> np.ndarray:
-    return gguf.quants.dequantize(stored, TYPES[name])
-
-
-def round_activations(x: np.ndarray) -> np.ndarray:
-    """float64: each group of 32 as integers times max|x| / 127."""
-    groups = x.reshape(len(x), x.shape[1] // GROUP, GROUP)
-    largest = np.abs(groups).max(axis=-1, keepdims=True)
-    nonzero = largest >= np.float32(1e-30)
-    factor = np.where(nonzero, np.float32(127) / np.where(nonzero, largest, 1), 0).astype(np.float32)
-    values = np.rint(groups * factor)
-    scale = np.where(nonzero, largest / np.float32(127), 0).astype(np.float32)
-    return (values.astype(np.float64) * scale).reshape(x.shape)
-
-
-def stored_group(name: str, scale: float, minimum: float, values: np.ndarray) -> np.ndarray:
-    """A group's bytes: 32 stored values, 0 .. 15 or -128 .. 127."""
-    factors = [scale, minimum] if name == "q4_1" else [scale]
-    head = np.array(factors, np.float16).view(np.uint8)
-    if name == "q8_0":
-        return np.concatenate([head, values.astype(np.int8).view(np.uint8)])
-    return np.concatenate([head, (values[:16] | values[16:] << 4).astype(np.uint8)])
 
 
 def random_rows(rows: int, k: int, seed: int = 0) -> np.ndarray:
@@ -84,13 +58,14 @@ def assert_close(actual: np.ndarray, x: np.ndarray, weight: np.ndarray) -> None:
     assert (np.abs(actual - expected) <= 2e-6 * magnitude + 1e-30).all()
 
 
-@pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize(("n", "k"), [(1, 32), (50, 32), (33, 64), (100, 576), (31, 1536)])
-def test_product_matches_float64(instruction_set, name, n, k):
-    stored = random_stored(name, n, k)
+@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize(("n", "blocks", "batches"), [(33, 3, range(34)), (1, 1, [1, 5]), (70, 6, [1, 7])])
+def test_product_matches_float64(instruction_set, name, n, blocks, batches):
+    k = blocks * block_of(name)[0]
+    stored = random_blocks(name, n, k)
     weight, matrix = dequantise(name, stored), pack_parts(k, [(name, stored)])
     bias = np.random.default_rng(2).standard_normal(n).astype(np.float32)
-    for rows in [*range(14), 33]:
+    for rows in batches:
         x = random_rows(rows, k)
         actual = linear(x, matrix)
         assert_close(actual, x, weight)
@@ -101,51 +76,49 @@ def test_product_matches_float64(instruction_set, name, n, k):
         assert (np.abs(actual - x.astype(np.float64) @ weight.T) <= bound).all()
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", FACTORS)
 def test_dequantised_rows_are_those_of_gguf(instruction_set, name):
-    stored = random_stored(name, 77, 96)
-    matrix = pack_parts(96, [(name, stored)])
+    elements, num_bytes = block_of(name)
+    stored = random_blocks(name, 77, 3 * elements)
+    matrix = pack_parts(3 * elements, [(name, stored)])
     rows = embedding(matrix, [76, 0, 31, 32, 5, 15, 16, 64, -1, 77])
     expected = dequantise(name, stored)[[76, 0, 31, 32, 5, 15, 16, 64]]
     np.testing.assert_array_equal(rows[:8].view(np.uint32), expected.view(np.uint32))
     assert not rows[8:].any()
-    assert matrix.num_bytes == 96 * stored.shape[1]  # 77 rows in panels of 32, not inflated
+    # 77 rows in panels of 32, not inflated but for scales of 4 or 6 bits that take a byte.
+    assert 96 * 3 * num_bytes <= matrix.num_bytes <= 96 * 3 * num_bytes * (1 if elements == 32 else 1.04)
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize(
-    ("name", "stored_value"),
-    [("q4_0", 0), ("q4_0", 15), ("q4_1", 0), ("q4_1", 15), ("q8_0", -128), ("q8_0", 127)],
-)
-def test_extreme_integers_do_not_overflow(instruction_set, name, sign, stored_value):
-    """Every weight and every activation at its limit: sums of pairs and of groups are then the largest."""
-    group = stored_group(name, 1.0, 0.25, np.full(GROUP, stored_value))
-    stored = np.tile(group, (40, 3))
-    matrix, weight = pack_parts(96, [(name, stored)]), dequantise(name, np.tile(group, (40, 3)))
-    for rows in (1, 5, 12):
-        x = padded_rows(rows, 96)
-        x[:] = sign * 127.0
-        actual = linear(x, matrix)
-        assert_close(actual, x, weight)
-        np.testing.assert_array_equal(actual, (x.astype(np.float64) @ weight.T).astype(np.float32))
+@pytest.mark.parametrize("byte", [0x00, 0xFF, 0x80, 0x7F])
+@pytest.mark.parametrize("name", FACTORS)
+def test_extreme_integers_do_not_overflow(instruction_set, name, byte):
+    """Weights and activations at their limits: sums of pairs and of groups are then the largest. (All bits of
+    a weight are 0 or 1 in the first two; q8_0 has its limits in the others.)"""
+    elements, num_bytes = block_of(name)
+    blocks = np.full((40, 3, num_bytes), byte, np.uint8)
+    for offset, factor in zip(FACTORS[name], [1.0, 0.25], strict=False):
+        set_factor(blocks, offset, factor)
+    stored, k = blocks.reshape(40, -1), 3 * elements
+    matrix, weight = pack_parts(k, [(name, stored)]), dequantise(name, stored)
+    for value in (127.0, -127.0):
+        x = padded_rows(12, k)
+        x[:] = value
+        for rows in (1, 5, 12):
+            assert_close(linear(x[:rows], matrix), x[:rows], weight)
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", FACTORS)
 def test_extreme_scales(instruction_set, name):
     """The largest and smallest float16 scales, zero groups, activations from 1e-42 to 3e37."""
-    rng = np.random.default_rng(3)
-    low, high = (-128, 128) if name == "q8_0" else (0, 16)
-    scales = [65504.0, 6e-8, 0.0, -1.5, 6.1e-5]
-    stored = np.stack(
-        [
-            np.concatenate(
-                [stored_group(name, scale, -scale / 2, rng.integers(low, high, GROUP)) for _ in range(4)]
-            )
-            for scale in scales * 7
-        ]
-    )
-    weight, matrix = dequantise(name, stored), pack_parts(128, [(name, stored)])
-    x = random_rows(9, 128, seed=4)
+    scales = np.array([65504.0, 6e-8, 0.0, -1.5, 6.1e-5] * 7)
+    elements, num_bytes = block_of(name)
+    k = max(elements, 128)
+    blocks = random_blocks(name, len(scales), k, seed=3).reshape(len(scales), -1, num_bytes)
+    for offset, ratio in zip(FACTORS[name], [1.0, -0.5], strict=False):
+        set_factor(blocks, offset, scales[:, None] * ratio)
+    stored = blocks.reshape(len(scales), -1)
+    weight, matrix = dequantise(name, stored), pack_parts(k, [(name, stored)])
+    x = random_rows(9, k, seed=4)
     x *= np.array([1e-42, 1e-31, 1e-29, 1e-3, 0.0, 1.0, 1e5, 1e20, 3e27], np.float32)[:, None]
     x[5, 32:64] = 0.0
     x[6, :] = np.float32(7.0)
@@ -155,15 +128,16 @@ def test_extreme_scales(instruction_set, name):
     assert (actual[:2] == 0).all() and (actual[4] == 0).all()
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", FACTORS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_stays_in_its_row(instruction_set, name, bad):
-    stored = random_stored(name, 70, 96)
-    stored[5] = np.tile(stored_group(name, 0.0, 0.0, np.zeros(GROUP, int)), 3)  # a weight of zeros too
-    matrix, x = pack_parts(96, [(name, stored)]), random_rows(13, 96)
+    k = 3 * block_of(name)[0]
+    stored = random_blocks(name, 70, k)
+    stored[5] = 0  # a weight of zeros too
+    matrix, x = pack_parts(k, [(name, stored)]), random_rows(13, k)
     clean = linear(x, matrix)
     for row in (0, 6, 12):
-        spoiled = padded_rows(13, 96)
+        spoiled = padded_rows(13, k)
         spoiled[:] = x
         spoiled[row, 40] = bad
         actual = linear(spoiled, matrix)
@@ -172,23 +146,23 @@ def test_what_is_not_finite_stays_in_its_row(instruction_set, name, bad):
         np.testing.assert_array_equal(actual[others], clean[others])
 
 
-@pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize("threads", [1, 2, 4])
-def test_row_is_the_same_in_every_batch(instruction_set, name, threads):
-    rng = np.random.default_rng(5)
-    x, stored = random_rows(110, 160), random_stored(name, 300, 160)
-    matrix = pack_parts(160, [(name, stored)])
+@pytest.mark.parametrize("name", FACTORS)
+def test_row_is_the_same_in_every_batch(instruction_set, name):
+    rng, k = np.random.default_rng(5), 256
+    x, stored = random_rows(110, k), random_blocks(name, 300, k)
+    matrix = pack_parts(k, [(name, stored)])
     alone = np.concatenate([linear(x[i : i + 1], matrix, threads=1) for i in range(110)])
-    for _ in range(8):
-        rows = rng.permutation(110)[: rng.integers(1, 111)]
-        batch = padded_rows(len(rows), 160, pad=1)
-        batch[:] = x[rows]
-        np.testing.assert_array_equal(linear(batch, matrix, threads=threads), alone[rows])
+    for threads in (1, 2, 4):
+        for size in (*rng.integers(1, 111, 3), 110):
+            rows = rng.permutation(110)[:size]
+            batch = padded_rows(size, k, pad=1)
+            batch[:] = x[rows]
+            np.testing.assert_array_equal(linear(batch, matrix, threads=threads), alone[rows])
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", FACTORS)
 def test_all_instruction_sets_that_fuse_multiply_and_add_give_the_same_bits(name):
-    x, stored = random_rows(29, 1536), random_stored(name, 210, 1536)
+    x, stored = random_rows(29, 1536), random_blocks(name, 210, 1536)
     x *= np.exp(np.random.default_rng(6).uniform(-20, 20, (29, 1))).astype(np.float32)
     matrix, before = pack_parts(1536, [(name, stored)]), _native.instruction_set()
     results = []
@@ -246,10 +220,10 @@ def quantized_rows(rows: int, width: int) -> np.ndarray:
     return np.full(_native.quantized_bytes(rows, width), 0xAA, np.uint8)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("rows", [1, 2, 40])
-def test_operations_that_write_quantised_rows_change_no_bit(instruction_set, rows, threads):
-    """norm -> product, and product -> SiLU -> product, with and without float32 rows in between."""
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("rows", "threads"), [(1, 1), (2, 3), (40, 3)])
+def test_operations_that_write_quantised_rows_change_no_bit(instruction_set, rows, threads, gated):
+    """norm -> product -> activation -> product, with and without float32 rows in between."""
     k, n = 96, 128
     x, weight = random_rows(rows, k), np.random.default_rng(9).standard_normal(k).astype(np.float32)
     x[rows // 2, 40], x[0, :32] = np.nan, 0.0
@@ -261,16 +235,22 @@ def test_operations_that_write_quantised_rows_change_no_bit(instruction_set, row
         pairs, out = padded_rows(rows, 2 * n), padded_rows(rows, k)
         first = quantized_rows(rows, k) if quantized else normed
         second = quantized_rows(rows, n) if quantized else active
+        source = address(x), stride(x), 0, 0, address(weight)
+        normed_to = k, 1e-5, address(first), stride(normed), quantized
+        active_to = address(second), stride(active), quantized
 
         def record(plan: _native.Plan) -> None:
-            plan.rms_norm(
-                address(x), stride(x), 0, 0, address(weight), k, 1e-5,
-                address(first), stride(normed), quantized,
-            )  # fmt: skip
+            if gated:
+                plan.rms_norm(*source, *normed_to)
+            else:
+                plan.layer_norm(*source, address(weight), *normed_to)
             plan.linear(
                 address(first), stride(normed), up, 0, address(pairs), stride(pairs), False, quantized
             )
-            plan.silu_and_mul(address(pairs), stride(pairs), n, address(second), stride(active), quantized)
+            if gated:
+                plan.gate_and_mul(address(pairs), stride(pairs), n, "gelu_tanh", 0.0, *active_to)
+            else:
+                plan.activate(address(pairs), stride(pairs), n, "relu", *active_to)
             plan.linear(address(second), stride(active), down, 0, address(out), stride(out), False, quantized)
 
         run(record, tokens=rows, threads=threads)
@@ -284,7 +264,7 @@ def test_operations_that_write_quantised_rows_change_no_bit(instruction_set, row
 def test_quantised_rows_that_do_not_fit_are_refused():
     plan, x = _native.Plan(_native.ThreadPool(1)), random_rows(4, 64)
     with pytest.raises(ValueError, match="quantised rows have a multiple of 32 elements, not 40"):
-        plan.silu_and_mul(address(x), 80, 40, address(x), 40, True)
+        plan.gate_and_mul(address(x), 80, 40, "silu", 0.0, address(x), 40, True)
     matrix = pack_parts(
         32, [("q4_0", random_stored("q4_0", 8, 32)), ("float32", np.ones((8, 32), np.float32))]
     )

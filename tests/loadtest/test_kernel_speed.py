@@ -20,6 +20,7 @@ def small(monkeypatch):
     monkeypatch.setattr(kernel_cases, "last_level_cache", lambda: 1024)
     monkeypatch.setitem(SHAPES, "head", (512, kernel_cases.HIDDEN))
     monkeypatch.setattr(kernel_cases, "VOCAB", 512)
+    monkeypatch.setattr(kernel_cases, "EXPERTS", (64, 32, 8, 2))
 
 
 @pytest.fixture
@@ -33,14 +34,20 @@ def all_cases(formats: tuple[str, ...]) -> list[kernel_cases.Case]:
 
 
 def test_every_kernel_runs_at_every_size():
-    cases = all_cases(("float32", "bfloat16", "q4_0", "q4_1", "q8_0"))
+    cases = all_cases(("float32", "bfloat16", "q4_0", "q4_1", "q8_0", "q6_k"))
     for case in cases:
         case.run()
         assert case.work.bytes > 0 and case.work.operations > 0 and case.repeats >= 1
     assert len({case.work for case in cases}) == len(cases)
     kinds = {case.work.kernel for case in cases}
-    assert {"attention, decode", "attention, prefill", "linear q4_1", "linear bfloat16"} <= kinds
-    assert {"rms_norm", "rotary_and_cache", "silu_and_mul", "sample"} <= kinds
+    assert {
+        "attention, decode",
+        "attention, prefill",
+        "linear q4_1",
+        "linear bfloat16",
+        "experts q8_0",
+    } <= kinds
+    assert {"rms_norm", "rotary_and_cache", "gate_and_mul", "sample"} <= kinds
 
 
 def test_work_is_counted_as_it_is():
@@ -49,6 +56,8 @@ def test_work_is_counted_as_it_is():
     down = found["linear q4_1", "down [576, 1536]", 8]
     assert (down.bytes, down.operations) == (576 * 1536 // 32 * 20, 2 * 8 * 576 * 1536)
     assert found["linear float32", "down [576, 1536]", 8].bytes == 576 * 1536 * 4
+    experts = found["experts q4_1", "2 of 8 [32, 64]", 1]
+    assert (experts.bytes, experts.operations) == (2 * 3 * 64 * 32 // 32 * 20, 2 * 2 * 3 * 64 * 32)
     decode = found["attention, decode", "context 192, float16", 8]
     assert decode.bytes == 8 * 192 * 2 * 3 * 64 * 2 and decode.operations == 8 * 192 * 9 * 64 * 4
     prefill = found["attention, prefill", "context 192, float16", 192]
@@ -58,9 +67,10 @@ def test_work_is_counted_as_it_is():
 @pytest.mark.parametrize("stored_as", _native.weight_formats())
 def test_weights_are_finite_whatever_the_format(stored_as):
     ops = CpuOps(threads=1, max_tokens=4, max_outputs=4)
-    stored = kernel_cases.stored_weight(stored_as, 64, 96)
-    x = np.ones((4, 96), np.float32)
-    out = ops.linear(kernel_cases.PlanBuffer(False, 96, 96, x.ctypes.data), ops.matrix(64, 96, [stored]))
+    k = next(k for k in (96, 256) if kernel_cases.fits(stored_as, k))
+    stored = kernel_cases.stored_weight(stored_as, 64, k)
+    x = np.ones((4, k), np.float32)
+    out = ops.linear(kernel_cases.PlanBuffer(False, k, k, x.ctypes.data), ops.matrix(64, k, [stored]))
     plan = ops.compile(keep=[out])
     plan.native.run(4, 4, 0)
     values = plan.read(out, 4)

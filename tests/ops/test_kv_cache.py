@@ -27,12 +27,26 @@ def test_size_and_views(dtype):
     assert cache.num_bytes == 8 * kv_bytes_per_block(3, 2, 8, 32, dtype)
     assert cache.num_bytes == 3 * 2 * 8 * 2 * 32 * 8 * (4 if dtype == "float32" else 2)
     assert cache.keys(1).shape == (8, 2, 2, 8, 16)
-    assert cache.values(2).shape == (8, 2, 32, 8)
+    assert cache.values(2).shape == (8, 2, 2, 16, 8)
     assert cache.planes.ctypes.data % 64 == 0
     cache.keys(1)[3] = 1
     cache.values(2)[4] = 2
     assert cache.planes.sum() == 2 * 32 * 8 * 3
     assert (cache.planes[1, 0, 3] == 1).all() and (cache.planes[2, 1, 4] == 2).all()
+
+
+def test_int8_has_its_scales_in_the_block():
+    cache = make_cache(kv_cache_dtype="int8")
+    assert cache.num_bytes == 8 * kv_bytes_per_block(3, 2, 8, 32, "int8") == 3 * 2 * 8 * 2 * 32 * (8 + 4)
+    assert cache.scales(1).shape == (2, 8, 2, 2, 16)
+    views = [cache.keys(1), cache.values(1), *cache.scales(1)]
+    for number, view in enumerate(views, start=1):
+        view[3] = number
+    assert [float(view[3].mean()) for view in views] == [1, 2, 3, 4]
+    cache.copy_blocks([(3, 6)])
+    assert all((view[6] == view[3]).all() for view in views)
+    written = cache.planes.reshape(3, 2, 8, -1).any(-1)
+    assert written[1][:, [3, 6]].all() and written.sum() == 4
 
 
 def test_blocks_are_copied_in_every_layer():
@@ -61,7 +75,7 @@ def test_untouched_blocks_take_no_memory():
 def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="block_size must be a positive multiple of 16, got 24"):
         make_cache(block_size=24)
-    with pytest.raises(ConfigError, match="kv_cache_dtype must be one of float32, float16, got 'int3'"):
+    with pytest.raises(ConfigError, match="kv_cache_dtype must be one of float32, float16, int8, got 'int3'"):
         make_cache(kv_cache_dtype="int3")
     with pytest.raises(ConfigError, match="at least one block"):
         make_cache(num_blocks=0)
