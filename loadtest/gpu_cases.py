@@ -17,7 +17,9 @@ from gpu_model import ModelShape
 from kernel_cases import stored_weight
 from torch import Tensor
 
+from streamllm.ops import Experts
 from streamllm.ops.gpu.decode_work import decode_work
+from streamllm.ops.gpu.expert_weights import ExpertWeights
 from streamllm.ops.gpu.kernels import (
     AttentionShape,
     DecodeWork,
@@ -26,13 +28,19 @@ from streamllm.ops.gpu.kernels import (
     PagedCache,
     PagedContext,
 )
-from streamllm.ops.gpu.quantized_matrix import QuantizedMatrix, quantize_float8, quantize_int8
+from streamllm.ops.gpu.quantized_matrix import (
+    QuantizedMatrix,
+    WeightRows,
+    quantize_float8,
+    quantize_int8,
+)
 from streamllm.ops.step_inputs import SamplingBuffers
 
 BLOCK_SIZE = 16
 DTYPE = torch.bfloat16
 ITEM = 2
 """Bytes of an activation, and of a key's or value's element."""
+NUM_EXPERTS, TOP_K = 8, 2
 FORMATS = ("bfloat16", "q4_0", "q8_0", "int8", "float8_e4m3")
 SAMPLING: tuple[dict[str, float], ...] = ({"temperature": 0.0}, {}, {"top_k": 50}, {"top_p": 0.9})
 
@@ -112,7 +120,8 @@ class CaseMaker:
         sizes = self._sizes
         for rows in sizes.rows:
             yield from (
-                partial(make, rows) for make in (self.rms_norm, self.act_and_mul, self.rotary_and_cache)
+                partial(make, rows)
+                for make in (self.rms_norm, self.act_and_mul, self.rotary_and_cache, self.experts)
             )
         yield from (partial(self.decode, *decode) for decode in sizes.decodes)
         yield from (partial(self.prefill, *prefill) for prefill in sizes.prefills)
@@ -165,6 +174,29 @@ class CaseMaker:
             )
 
         return self._case(Work("rotary_and_cache", f"{q_width} + {2 * kv_width}", rows, num_bytes), launch)
+
+    def experts(self, rows: int) -> Case:
+        """A quarter as wide as the gated layer; read are those that chance lets some row use."""
+        hidden, inner = self._model.hidden_size, self._model.intermediate_size // 4
+        used = NUM_EXPERTS * (1 - (1 - TOP_K / NUM_EXPERTS) ** rows)
+        num_bytes = (3 * used * inner * hidden + 2 * rows * hidden) * ITEM
+        operations = 6.0 * rows * TOP_K * inner * hidden
+        gate_up, down = (
+            ExpertWeights(WeightRows("dense", NUM_EXPERTS * n, k, 0.02 * self._random(NUM_EXPERTS * n, k)), n)
+            for n, k in ((2 * inner, hidden), (hidden, inner))
+        )
+        experts = Experts(gate_up, down, NUM_EXPERTS, TOP_K, normalize=True)
+
+        def launch() -> Launch:
+            x, out, logits = (
+                self._random(rows, hidden),
+                self._empty(rows, hidden),
+                self._random(rows, NUM_EXPERTS),
+            )
+            return lambda: self._kernels.experts(out, x, logits, experts)
+
+        shape = f"{TOP_K} of {NUM_EXPERTS} x [{inner}, {hidden}]"
+        return self._case(Work("experts", shape, rows, num_bytes, operations), launch)
 
     def decode(self, batch: int, context_len: int) -> Case:
         """One new token in each of ``batch`` sequences."""

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from streamllm.errors import ConfigError
+from streamllm.ops.gpu import dispatch
+from streamllm.ops.gpu.kernels import GpuKernels
+
 HERE = Path(__file__).parent
 
 
@@ -18,6 +22,20 @@ def _missing() -> str | None:
     import torch
 
     return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no GPU"
+
+
+@pytest.fixture(scope="module", params=["cuda", "triton"])
+def kernels(request: pytest.FixtureRequest) -> GpuKernels:
+    """Those of either sort; those in CUDA C++ only where they were built."""
+    import torch
+    from helpers.triton_device import DEVICE
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(dispatch.VARIABLE, request.param)
+        try:
+            return dispatch.choose_kernels(torch.device(DEVICE, 0)).kernels
+        except ConfigError as error:
+            pytest.skip(str(error))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@ on the batch, memory as asked for."""
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -13,6 +14,10 @@ from streamllm import LLM, SamplingParams
 from streamllm.errors import ConfigError
 from streamllm.ops.gpu import dispatch
 from streamllm.structured_outputs import StructuredOutputsParams
+
+OTHER_FAMILIES = ("gemma3", "gpt-oss", "olmo3", "opt", "qwen2moe")
+"""Those that between them have every operation, windows of both sorts of layers, and several rotary
+embeddings."""
 
 LENGTHS = [1, 2, 15, 16, 17, 100, 255, 256, 257, 700]
 REQUESTS = {
@@ -50,8 +55,10 @@ def models(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "eager"),
+    [*itertools.product(FAMILIES, (True, False)), *((family, False) for family in OTHER_FAMILIES)],
+)
 def test_tokens_are_those_of_transformers(models, family, eager):
     reference = load_transformers(models(family))
     prompts = prompts_of(LENGTHS)

@@ -19,8 +19,6 @@ from helpers.sampling_checks import (  # noqa: E402
 )
 from helpers.triton_device import DEVICE  # noqa: E402
 
-from streamllm.errors import ConfigError  # noqa: E402
-from streamllm.ops.gpu import dispatch  # noqa: E402
 from streamllm.ops.gpu.kernels import AttentionShape, DeviceSampling, PagedCache  # noqa: E402
 from streamllm.ops.gpu.reference import ReferenceKernels  # noqa: E402
 from streamllm.ops.gpu.sampling_upload import pack  # noqa: E402
@@ -50,17 +48,6 @@ LAYERS = {
 EVERY_LAYER = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 DECODED = [(4096, 1), (2049, 1), (1000, 1), (257, 1), (256, 1), (255, 1), (1, 1), (0, 1)]
 CHUNKS = [(1500, 300), (300, 300), (17, 17), (1000, 1), (513, 129), (0, 2)]
-
-
-@pytest.fixture(scope="module", params=["cuda", "triton"])
-def kernels(request):
-    """Those of either sort; those in CUDA C++ only where they were built."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(dispatch.VARIABLE, request.param)
-        try:
-            return dispatch.choose_kernels(torch.device(DEVICE, 0)).kernels
-        except ConfigError as error:
-            pytest.skip(str(error))
 
 
 def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -159,13 +146,15 @@ def test_rms_norm(kernels, dtype, rows, size):
 
 
 @DTYPES
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_gated_activations(kernels, dtype, activation):
+@pytest.mark.parametrize(
+    ("activation", "limit"), [("silu", 0.0), ("gelu", 0.0), ("gelu_tanh", 0.0), ("relu", 0.0), ("silu", 7.0)]
+)
+def test_gated_activations(kernels, dtype, activation, limit):
     for rows, width in ((1, 14336), (300, 4864)):
         x = 3 * random(rows, rows, 2 * width, dtype=dtype)
         results = [torch.full((rows, width), math.nan, dtype=dtype, device=DEVICE) for _ in range(2)]
-        kernels.act_and_mul(results[0], x, activation)
-        REFERENCE.act_and_mul(results[1], x, activation)
+        kernels.act_and_mul(results[0], x, activation, limit)
+        REFERENCE.act_and_mul(results[1], x, activation, limit)
         assert_close(*results)
 
 

@@ -15,7 +15,10 @@ import torch
 from helpers.quantized_weights import random_rows
 from helpers.triton_compile import Compiler
 
-from streamllm.ops.gpu.triton_kernels import matmul
+from streamllm.ops.gpu.expert_weights import ExpertWeights
+from streamllm.ops.gpu.quantized_matrix import WeightRows
+from streamllm.ops.gpu.triton_kernels import experts, matmul
+from streamllm.ops.gpu.triton_kernels.expert_routing import ExpertBlocks
 
 SIZE = 4096
 MATRIX_INSTRUCTION = re.compile(
@@ -30,6 +33,13 @@ CASES = {
     torch.float32: {"q4_1": (1, 999), "q8_0": (1,), "dense": (1, 999)},
 }  # fmt: skip
 """Rows of activations, by their dtype and the weight's format."""
+
+EXPERT_CASES = {
+    (torch.bfloat16, "dense"): (16, 64, 128),
+    (torch.bfloat16, "q4_0"): (16, 128),
+    (torch.float32, "dense"): (16, 128),
+}
+"""Rows of a block."""
 
 
 class ProductCompiler(Compiler):
@@ -49,21 +59,41 @@ class ProductCompiler(Compiler):
         self.instructions[f"{self.label}: {name}"] = sorted(found)
 
 
+def square_weight(row_format: str, dtype: torch.dtype) -> WeightRows:
+    """One that claims to be ``[SIZE, SIZE]``; it is never read."""
+    weight, _ = random_rows(row_format, SIZE, 64, dtype, "cpu")
+    return WeightRows(weight.format, SIZE, SIZE, weight.values, weight.scales, weight.minimums)
+
+
+def compile_products(compiler: ProductCompiler) -> None:
+    for dtype, formats in CASES.items():
+        for row_format, row_counts in formats.items():
+            weight = square_weight(row_format, dtype)
+            for rows in row_counts:
+                x, out = torch.empty(rows, SIZE, dtype=dtype), torch.empty(rows, SIZE, dtype=dtype)
+                label = f"{str(dtype).removeprefix('torch.')} {row_format} rows={rows}"
+                compiler.compile(label, matmul.multiply_rows, out, x, weight, torch.empty(SIZE))
+
+
+def compile_experts(compiler: ProductCompiler) -> None:
+    for (dtype, row_format), block_sizes in EXPERT_CASES.items():
+        weights = ExpertWeights(square_weight(row_format, dtype), SIZE, torch.empty(SIZE))
+        x, out = torch.empty(4, SIZE, dtype=dtype), torch.empty(8, SIZE, dtype=dtype)
+        integers = torch.zeros(SIZE, dtype=torch.int32)
+        for block_rows in block_sizes:
+            blocks = ExpertBlocks(torch.empty(4, 2), integers, integers[:4], block_rows)
+            label = f"{str(dtype).removeprefix('torch.')} {row_format} block={block_rows}"
+            compiler.compile(label, experts.multiply_by_experts, out, x, weights, blocks)
+
+
 def main(architecture: str) -> None:
     """Prints ``{"dtype format rows=n: kernel": {"registers": ..., "instructions": [...]}}``."""
-    matmul.gpu_architecture = lambda device: architecture  # type: ignore[attr-defined]
+    for module in (matmul, experts):
+        module.gpu_architecture = lambda device: architecture  # type: ignore[attr-defined]
     compiler = ProductCompiler(architecture)
     with compiler.compiling():
-        for dtype, formats in CASES.items():
-            for row_format, row_counts in formats.items():
-                weight, _ = random_rows(row_format, SIZE, 64, dtype, "cpu")
-                weight = matmul.WeightRows(
-                    weight.format, SIZE, SIZE, weight.values, weight.scales, weight.minimums
-                )
-                for rows in row_counts:
-                    x, out = torch.empty(rows, SIZE, dtype=dtype), torch.empty(rows, SIZE, dtype=dtype)
-                    label = f"{str(dtype).removeprefix('torch.')} {row_format} rows={rows}"
-                    compiler.compile(label, matmul.multiply_rows, out, x, weight, torch.empty(SIZE))
+        compile_products(compiler)
+        compile_experts(compiler)
     found = {
         name: {**resources, "instructions": compiler.instructions[name]}
         for name, resources in compiler.found.items()

@@ -76,8 +76,7 @@ class QueuedBackend:
         self._inputs, self._sampling, self._vocab_size = inputs, sampling, vocab_size
         arrays = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
         own = {name: x.copy() for name, x in arrays.items() if isinstance(x, np.ndarray)}
-        tables = {"rope_cos": inputs.rope_cos, "rope_sin": inputs.rope_sin}
-        self._device_inputs = dataclasses.replace(inputs, **own | tables)
+        self._device_inputs = dataclasses.replace(inputs, **own)
         self._device_sampling = copy.deepcopy(sampling)
         self._plans.prepare(family, model, self._device_inputs, self._device_sampling, vocab_size)
 

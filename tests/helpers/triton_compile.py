@@ -8,6 +8,7 @@ alignments and configurations are those of a server.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import re
@@ -30,6 +31,8 @@ from streamllm.ops.gpu.triton_kernels import (
     attention_prefill,
     copy_blocks,
     elementwise,
+    expert_routing,
+    experts,
     rotary_cache,
     sampling,
 )
@@ -157,8 +160,9 @@ def compile_elementwise(compiler: Compiler) -> None:
         x, weight = torch.empty(4, 8192, dtype=dtype), torch.empty(8192)
         compiler.compile(f"{name} 8192", elementwise.rms_norm, x, x, weight, 1e-5)
         compiler.compile(f"{name} 8192 residual", elementwise.rms_norm, x, x, weight, 1e-5, x)
-        for activation in ("silu", "gelu", "gelu_tanh"):
+        for activation in ("silu", "gelu", "gelu_tanh", "relu"):
             compiler.compile(f"{name} {activation}", elementwise.act_and_mul, x[:, :4096], x, activation)
+        compiler.compile(f"{name} limited", elementwise.act_and_mul, x[:, :4096], x, "silu", 7.0)
 
 
 def compile_rotary(compiler: Compiler) -> None:
@@ -172,6 +176,14 @@ def compile_rotary(compiler: Compiler) -> None:
             name, rotary_cache.rotary_and_cache, qkv, cache, slots, rows, table, table, shape, 128,
             (weight, weight, 1e-6) if norms else None,
         )  # fmt: skip
+
+
+def compile_experts(compiler: Compiler) -> None:
+    """All but the products."""
+    route = functools.partial(expert_routing.route, normalize=True, block_rows=16)
+    compiler.compile("8 of 128", route, torch.empty(4, 128, dtype=BFLOAT16), 128, 8)
+    out, results = torch.empty(4, 4096, dtype=BFLOAT16), torch.empty(4 * 8, 4096, dtype=BFLOAT16)
+    compiler.compile("8 of 128", experts.add_results, out, results, torch.empty(4, 8))
 
 
 def compile_copies(compiler: Compiler) -> None:
@@ -202,6 +214,7 @@ def main(architecture: str) -> None:
         compile_attention(compiler)
         compile_elementwise(compiler)
         compile_rotary(compiler)
+        compile_experts(compiler)
         compile_copies(compiler)
         compile_sampling(compiler)
     json.dump(compiler.found, sys.stdout)

@@ -1,15 +1,15 @@
-"""The interface of GPU kernels, implemented in CUDA C++; attention of prompts is Triton's, whose matrix
-products run on tensor cores of every generation."""
+"""The interface of GPU kernels, implemented in CUDA C++. Attention of prompts and experts are Triton's, whose
+matrix products run on tensor cores of every generation, and so are the rarer gates."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from streamllm.ops import Activation, Experts
 from streamllm.ops.gpu.cuda import attention, elementwise, sampling
 from streamllm.ops.gpu.cuda.library import CudaLibrary
 from streamllm.ops.gpu.kernels import (
-    Activation,
     AttentionShape,
     DecodeWork,
     DeviceSampling,
@@ -53,8 +53,18 @@ class CudaKernels:
     ) -> None:
         elementwise.rms_norm(self._library, out, x, weight, eps, residual, self._stream)
 
-    def act_and_mul(self, out: Tensor, x: Tensor, activation: Activation) -> None:
-        elementwise.act_and_mul(self._library, out, x, activation, self._stream)
+    def act_and_mul(self, out: Tensor, x: Tensor, activation: Activation, limit: float = 0.0) -> None:
+        if activation in elementwise.ACTIVATIONS and not limit:
+            elementwise.act_and_mul(self._library, out, x, activation, self._stream)
+            return
+        from streamllm.ops.gpu.triton_kernels import elementwise as triton_elementwise
+
+        triton_elementwise.act_and_mul(out, x, activation, limit)
+
+    def experts(self, out: Tensor, x: Tensor, router_logits: Tensor, experts: Experts) -> None:
+        from streamllm.ops.gpu.triton_kernels import experts as triton_experts
+
+        triton_experts.experts(out, x, router_logits, experts)
 
     def rotary_and_cache(
         self,

@@ -58,7 +58,7 @@ class DeviceBatch:
     Attributes:
         token_ids, rope_rows: int32 ``[tokens]``, padding included.
         output_rows: int32 ``[outputs]``.
-        rope_cos, rope_sin: float32 ``[*, rotary_dim / 2]``.
+        rope_cos, rope_sin: float32 ``[*, rotary_dim / 2]``, one each for every rotary embedding of the model.
         prefill_sequences: int32 ``[n]``: those with more than one row.
         max_query_len: the most rows that one of them has.
     """
@@ -66,8 +66,8 @@ class DeviceBatch:
     token_ids: Tensor
     rope_rows: Tensor
     output_rows: Tensor
-    rope_cos: Tensor
-    rope_sin: Tensor
+    rope_cos: tuple[Tensor, ...]
+    rope_sin: tuple[Tensor, ...]
     kv_cache: DeviceKVCache
     groups: list[GroupBatch]
     prefill_sequences: Tensor
@@ -83,7 +83,7 @@ class DeviceInputs:
 
     Args:
         partials: float32 ``[decode_items, heads, head_dim + 2]``: the decode kernel's scratch.
-        rope_cos, rope_sin: float32 ``[*, rotary_dim / 2]``.
+        rope_cos, rope_sin: float32 ``[*, rotary_dim / 2]``, one each for every rotary embedding of the model.
 
     Attributes:
         last_tokens: int32 ``[slots]``: the token drawn last for the sequence in a slot.
@@ -94,8 +94,8 @@ class DeviceInputs:
         self,
         sizes: StepSizes,
         kv_cache: DeviceKVCache,
-        rope_cos: np.ndarray,
-        rope_sin: np.ndarray,
+        rope_cos: Sequence[np.ndarray],
+        rope_sin: Sequence[np.ndarray],
         partials: Tensor,
         device: torch.device,
     ):
@@ -117,8 +117,8 @@ class DeviceInputs:
             **{field.name: settings[field.name] for field in fields(DeviceSampling)}
         )
         self.last_tokens = torch.zeros(sizes.slots, dtype=torch.int32, device=device)
-        self._rope_cos = torch.tensor(rope_cos, device=device)
-        self._rope_sin = torch.tensor(rope_sin, device=device)
+        self._rope_cos = tuple(torch.tensor(table, device=device) for table in rope_cos)
+        self._rope_sin = tuple(torch.tensor(table, device=device) for table in rope_sin)
         self._tables = torch.full(
             (sizes.groups, sizes.slots, sizes.blocks), -1, dtype=torch.int32, device=device
         )
@@ -182,8 +182,8 @@ class DeviceInputs:
         Args:
             with_prefill: attention runs the first of them as a prompt of ``num_tokens``, too.
         """
-        no_rope, cache = np.empty((0, 0), np.float32), self._kv_cache
-        nothing = StepInputs.allocate(0, 0, no_rope, no_rope, cache, self._sizes.groups)  # type: ignore[arg-type]
+        cache, groups = self._kv_cache, self._sizes.groups
+        nothing = StepInputs.allocate(0, 0, (), (), cache, groups)  # type: ignore[arg-type]
         num_sequences = min(num_tokens, self._sizes.sequences)
         step.forward["prefill_sequences"][0] = 0
         self.send_forward(step, nothing, padded_tokens=num_tokens, padded_sequences=num_sequences)
@@ -236,10 +236,10 @@ class DeviceInputs:
             max_query_len=1,
         )
 
-    def send_rope(self, rope_cos: np.ndarray, rope_sin: np.ndarray) -> None:
-        """Takes a rotary table that has changed."""
-        self._rope_cos.copy_(torch.from_numpy(rope_cos))
-        self._rope_sin.copy_(torch.from_numpy(rope_sin))
+    def send_rope(self, rope_cos: Sequence[np.ndarray], rope_sin: Sequence[np.ndarray]) -> None:
+        """Takes rotary tables that have changed."""
+        for own, changed in zip((*self._rope_cos, *self._rope_sin), (*rope_cos, *rope_sin), strict=True):
+            own.copy_(torch.from_numpy(changed))
 
     def _stage_forward(
         self, step: StagedStep, inputs: StepInputs, num_tokens: int, num_sequences: int

@@ -70,7 +70,8 @@ def kernel_choice() -> KernelChoice:
         return KernelChoice("triton", f"CUDA kernels are not used: {unavailable}")
     if wanted == "cuda":
         return KernelChoice("cuda", f"{VARIABLE} asks for it")
-    return KernelChoice("cuda", f"{found.path.name} was built for this GPU; prompts' attention is Triton's")
+    why = f"{found.path.name} was built for this GPU; prompts' attention and experts are Triton's"
+    return KernelChoice("cuda", why)
 
 
 def choose_kernels(device: torch.device) -> ChosenKernels:

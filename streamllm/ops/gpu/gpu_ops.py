@@ -6,7 +6,9 @@ it launches, and a test can replay the closures instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,8 +17,10 @@ import torch
 from torch import Tensor
 
 from streamllm.errors import ModelLoadError
-from streamllm.ops import Attention, RMSNorm
+from streamllm.ops import Activation, Attention, Experts, Gate, LayerNorm, RMSNorm
+from streamllm.ops.gpu import torch_operations
 from streamllm.ops.gpu.device_inputs import DeviceBatch
+from streamllm.ops.gpu.expert_weights import ExpertWeights, stack_experts
 from streamllm.ops.gpu.kernels import AttentionShape, GpuKernels
 from streamllm.ops.gpu.quantized_matrix import PACKED_FORMATS, QuantizedMatrix
 from streamllm.ops.stored_rows import StoredRows
@@ -97,7 +101,7 @@ class GpuOps:
     A batch is a :class:`DeviceBatch`.
 
     Args:
-        kernels: everything but products.
+        kernels: what neither is a product with one matrix nor is put together from torch's operations.
         device: where weights and activations lie.
         dtype: of the activations; float32 is the exact mode.
 
@@ -116,6 +120,7 @@ class GpuOps:
         self.launch: Launch = _run
         self.split: Callable[[AttentionCall], None] | None = None
         self._product_dtype = dtype
+        self._no_rope = torch.empty(1, 0, device=device)
 
     def with_float32_products(self) -> GpuOps:
         """The same operations, but products come out in float32: for logits."""
@@ -135,10 +140,14 @@ class GpuOps:
         parts = list(parts)
         bias_vector = None if bias is None else torch.tensor(bias, dtype=torch.float32, device=self.device)
         if any(isinstance(part, StoredRows) and part.format in PACKED_FORMATS for part in parts):
-            matrix = QuantizedMatrix.from_parts(rows, columns, parts, self.device, self.dtype, bias_vector)
+            with self._in_memory():
+                matrix = QuantizedMatrix.from_parts(
+                    rows, columns, parts, self.device, self.dtype, bias_vector
+                )
             self.weight_bytes += matrix.nbytes
             return matrix
-        weight = self._allocate(rows, columns)
+        with self._in_memory():
+            weight = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
         first_row = 0
         for part in parts:
             values = _dense_rows(part)
@@ -150,14 +159,32 @@ class GpuOps:
         self.weight_bytes += weight.nbytes + (0 if dense.bias is None else dense.bias.nbytes)
         return dense
 
+    def expert_matrices(
+        self,
+        rows: int,
+        columns: int,
+        experts: Iterable[Iterable[np.ndarray | StoredRows]],
+        bias: np.ndarray | None = None,
+    ) -> ExpertWeights:
+        biases = None if bias is None else torch.tensor(bias, dtype=torch.float32, device=self.device)
+        with self._in_memory():
+            matrices = [
+                QuantizedMatrix.from_parts(rows, columns, parts, self.device, self.dtype) for parts in experts
+            ]
+            weights = stack_experts(matrices, self.dtype, biases)
+        self.weight_bytes += weights.nbytes
+        return weights
+
     def vector(self, values: np.ndarray) -> Tensor:
         vector = torch.tensor(values, dtype=torch.float32, device=self.device)
         self.weight_bytes += vector.nbytes
         return vector
 
-    def _allocate(self, rows: int, columns: int) -> Tensor:
+    @contextmanager
+    def _in_memory(self) -> Iterator[None]:
+        """Says in a line that a weight does not fit."""
         try:
-            return torch.empty(rows, columns, dtype=self.dtype, device=self.device)
+            yield
         except torch.OutOfMemoryError as error:
             raise ModelLoadError(
                 f"Not enough memory on {self.device} for the model's weights: it is full after "
@@ -172,10 +199,36 @@ class GpuOps:
         self.launch(lambda: weight.gather(out, batch.token_ids))
         return out
 
+    def position_embedding(self, batch: DeviceBatch, weight: WeightMatrix) -> Tensor:
+        out = self._new(batch.num_tokens, weight.shape[1])
+        self.launch(lambda: weight.gather(out, batch.rope_rows))
+        return out
+
     def rms_norm(self, x: Tensor, norm: RMSNorm, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(x)
         self.launch(lambda: self.kernels.rms_norm(out, x, norm.weight, norm.eps, residual))
         return out, x if residual is None else residual
+
+    def layer_norm(self, x: Tensor, norm: LayerNorm, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(x)
+        self.launch(lambda: torch_operations.layer_norm(out, x, norm, residual))
+        return out, x if residual is None else residual
+
+    def add(self, x: Tensor, other: Tensor) -> Tensor:
+        self.launch(lambda: other.add_(x))
+        return other
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        self.launch(lambda: x.mul_(factor))
+        return x
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        self.launch(lambda: torch_operations.soft_cap(x, cap))
+        return x
+
+    def sigmoid_scale(self, x: Tensor, gate: Tensor) -> Tensor:
+        self.launch(lambda: torch_operations.sigmoid_scale(x, gate))
+        return x
 
     def linear(self, x: Tensor, weight: WeightMatrix) -> Tensor:
         out = self._new(x.shape[0], weight.shape[0], self._product_dtype)
@@ -185,17 +238,22 @@ class GpuOps:
     def rotary_and_cache(self, qkv: Tensor, batch: DeviceBatch, attention: Attention) -> Tensor:
         group, shape = batch.groups[attention.group], attention_shape(attention)
         cache = batch.kv_cache.layer(attention.place)
-        norms = None
-        if attention.q_norm is not None and attention.k_norm is not None:
-            norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps)
+        cos = sin = self._no_rope
+        if attention.rotary_dim:
+            cos, sin = batch.rope_cos[attention.rope], batch.rope_sin[attention.rope]
+        norms = _head_norms(attention)
+        if norms is None:
+            k_end = attention.q_width + attention.num_kv_heads * attention.head_dim
+            self._norm_in_place(qkv[:, : attention.q_width], attention.q_norm)
+            self._norm_in_place(qkv[:, attention.q_width : k_end], attention.k_norm)
         self.launch(
             lambda: self.kernels.rotary_and_cache(
                 qkv,
                 cache,
                 group.slot_mapping,
                 batch.rope_rows,
-                batch.rope_cos,
-                batch.rope_sin,
+                cos,
+                sin,
                 shape,
                 attention.rotary_dim,
                 norms,
@@ -211,9 +269,19 @@ class GpuOps:
             self.split(AttentionCall(out, q, attention))
         return out
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        out = torch.empty_like(x)
+        self.launch(lambda: torch_operations.activate(out, x, activation))
+        return out
+
+    def gate_and_mul(self, x: Tensor, gate: Gate) -> Tensor:
         out = self._new(x.shape[0], x.shape[1] // 2)
-        self.launch(lambda: self.kernels.act_and_mul(out, x, "silu"))
+        self.launch(lambda: self.kernels.act_and_mul(out, x, gate.activation, gate.limit))
+        return out
+
+    def experts(self, x: Tensor, router_logits: Tensor, experts: Experts) -> Tensor:
+        out = torch.empty_like(x)
+        self.launch(lambda: self.kernels.experts(out, x, router_logits, experts))
         return out
 
     def select_rows(self, x: Tensor, batch: DeviceBatch) -> Tensor:
@@ -233,6 +301,13 @@ class GpuOps:
                 out, q, cache, group.context, batch.prefill_sequences, batch.max_query_len, shape
             )
 
+    def _norm_in_place(self, x: Tensor, norm: RMSNorm | None) -> None:
+        """Norms rows of q or k: over each ``norm.size`` of their columns."""
+        if norm is None:
+            return
+        for part in x.split(norm.size, dim=1):
+            self.launch(functools.partial(self.kernels.rms_norm, part, part, norm.weight, norm.eps))
+
     def _new(self, rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(rows, width, dtype=dtype or self.dtype, device=self.device)
 
@@ -246,7 +321,18 @@ def attention_shape(attention: Attention) -> AttentionShape:
         scale=attention.scale,
         window=attention.window,
         soft_cap=attention.soft_cap,
+        sinks=attention.sinks,
     )
+
+
+def _head_norms(attention: Attention) -> tuple[Tensor, Tensor, float] | None:
+    """Weights and eps of norms over each head of q and k, which the kernel that rotates them makes too."""
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    if q_norm is None or k_norm is None or q_norm.eps != k_norm.eps:
+        return None
+    if q_norm.size != attention.head_dim or k_norm.size != attention.head_dim:
+        return None
+    return q_norm.weight, k_norm.weight, q_norm.eps
 
 
 def _run(operation: Callable[[], Any]) -> None:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
+
+from streamllm.ops import Activation, Experts
 
 Tensor = Any
 """A ``torch.Tensor``; a server that runs on a CPU never imports torch, this module included."""
-
-Activation = Literal["silu", "gelu", "gelu_tanh"]
-"""``gelu`` is exact (erf), ``gelu_tanh`` its usual approximation."""
 
 SPLIT_SIZE = 256
 """Positions of a context that one thread block of the decode kernel attends to. Splits begin at multiples of
@@ -127,7 +126,7 @@ class DeviceSampling:
 
 
 class GpuKernels(Protocol):
-    """Every operation that is not a dense matrix product.
+    """Every operation that is neither a product with one matrix nor put together from torch's operations.
 
     Attributes:
         name: ``"cuda"``, ``"triton"`` or ``"reference"``.
@@ -146,9 +145,23 @@ class GpuKernels(Protocol):
             weight: float32 ``[size]``.
         """
 
-    def act_and_mul(self, out: Tensor, x: Tensor, activation: Activation) -> None:
+    def act_and_mul(self, out: Tensor, x: Tensor, activation: Activation, limit: float = 0.0) -> None:
         """``activation(gate) * up`` of rows ``[gate | up]``: ``x [rows, 2 * width]``,
-        ``out [rows, width]``."""
+        ``out [rows, width]``.
+
+        Args:
+            limit: above 0: gpt-oss's join instead (:class:`streamllm.ops.Gate`).
+        """
+
+    def experts(self, out: Tensor, x: Tensor, router_logits: Tensor, experts: Experts) -> None:
+        """The weighted sum of each row's experts (:meth:`streamllm.ops.Ops.experts`), each expert's result
+        rounded to the dtype; no row's bits depend on the others.
+
+        Args:
+            out, x: ``[T, hidden]``, rows contiguous.
+            router_logits: ``[T, num_experts]``, rows contiguous.
+            experts: its matrices are :class:`streamllm.ops.gpu.expert_weights.ExpertWeights`.
+        """
 
     def rotary_and_cache(
         self,
@@ -168,7 +181,8 @@ class GpuKernels(Protocol):
         Args:
             qkv: ``[T, (H + 2 KH) * D]``: ``[q heads | k heads | v heads]``.
             slot_mapping: int64 ``[T]``: ``block * block_size + offset``; negative: nothing is written.
-            rope_rows: int32 ``[T]``: rows of ``rope_cos`` and ``rope_sin``, float32 ``[*, rotary_dim / 2]``.
+            rope_rows: int32 ``[T]``: rows of ``rope_cos`` and ``rope_sin``, float32 ``[*, rotary_dim / 2]``,
+                which are not read where ``rotary_dim`` is 0.
             norms: float32 ``[D]`` weights of q's and of k's norm over each head, and their eps.
         """
 

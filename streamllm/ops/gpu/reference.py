@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from streamllm.ops import Activation, Experts
+from streamllm.ops.gpu.expert_weights import ExpertWeights
 from streamllm.ops.gpu.kernels import (
     SPLIT_SIZE,
-    Activation,
     AttentionShape,
     DecodeWork,
     DeviceSampling,
@@ -21,6 +22,7 @@ from streamllm.ops.gpu.kernels import (
     PagedContext,
 )
 from streamllm.ops.gpu.tensor_memory import tensor_at
+from streamllm.ops.gpu.torch_operations import ACTIVATIONS
 from streamllm.ops.step_inputs import ROW_EDITS, SamplingBuffers
 from streamllm.runner import sampler
 
@@ -38,13 +40,18 @@ class ReferenceKernels:
             x = residual
         out.copy_(_normalized(x.float(), weight, eps))
 
-    def act_and_mul(self, out: Tensor, x: Tensor, activation: Activation) -> None:
-        gate, up = x.float().chunk(2, dim=-1)
-        if activation == "silu":
-            gate = functional.silu(gate)
-        else:
-            gate = functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-        out.copy_(gate * up)
+    def act_and_mul(self, out: Tensor, x: Tensor, activation: Activation, limit: float = 0.0) -> None:
+        out.copy_(_joined(x.float(), activation, limit))
+
+    def experts(self, out: Tensor, x: Tensor, router_logits: Tensor, experts: Experts) -> None:
+        chosen, weights = _routed(router_logits.float(), experts)
+        total = torch.zeros(x.shape, device=x.device)
+        for expert in chosen.any(0).nonzero()[:, 0].tolist():
+            rows = chosen[:, expert].nonzero()[:, 0]
+            both = _expert_product(x[rows], experts.gate_up, expert)
+            active = _joined(both.float(), experts.gate.activation, experts.gate.limit).to(x.dtype)
+            total[rows] += weights[rows, expert, None] * _expert_product(active, experts.down, expert).float()
+        out.copy_(total)
 
     def rotary_and_cache(
         self,
@@ -64,9 +71,10 @@ class ReferenceKernels:
         if norms is not None:
             q_weight, k_weight, eps = norms
             q, k = _normalized(q, q_weight, eps), _normalized(k, k_weight, eps)
-        cos, sin = rope_cos[rope_rows.long()][:, None], rope_sin[rope_rows.long()][:, None]
-        rows[:, :heads] = _rotated(q, cos, sin, rotary_dim).to(qkv.dtype)
-        k = _rotated(k, cos, sin, rotary_dim)
+        if rotary_dim:
+            cos, sin = rope_cos[rope_rows.long()][:, None], rope_sin[rope_rows.long()][:, None]
+            q, k = _rotated(q, cos, sin, rotary_dim), _rotated(k, cos, sin, rotary_dim)
+        rows[:, :heads] = q.to(qkv.dtype)
         written = slot_mapping >= 0
         block_size = cache.keys.shape[2]
         block = slot_mapping[written] // block_size
@@ -131,6 +139,30 @@ class ReferenceKernels:
 
 def _normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def _joined(x: Tensor, activation: Activation, limit: float) -> Tensor:
+    """The halves of rows ``[gate | up]``."""
+    gate, up = x.chunk(2, dim=-1)
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def _routed(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """Which experts each row uses, and with which weight: bool and float32 ``[T, num_experts]``."""
+    # A stable sort, so that the lower number wins among equals.
+    order = logits.sort(dim=-1, descending=True, stable=True).indices[:, : experts.top_k]
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, order, True)
+    scored = logits.masked_fill(~chosen, float("-inf")) if experts.normalize else logits
+    return chosen, scored.softmax(-1)
+
+
+def _expert_product(x: Tensor, matrices: ExpertWeights, expert: int) -> Tensor:
+    """In ``x``'s dtype."""
+    weight, bias = matrices.dequantize(expert)
+    return functional.linear(x.float(), weight, bias).to(x.dtype)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> Tensor:

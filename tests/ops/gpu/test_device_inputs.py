@@ -15,7 +15,8 @@ from streamllm.ops.gpu.staged_step import StagedStep, StepSizes
 from streamllm.ops.step_inputs import UNKNOWN_TOKEN, SamplingBuffers, StepInputs
 
 CPU = torch.device("cpu")
-ROPE = np.arange(40, dtype=np.float32).reshape(10, 4)
+ROPES = (np.arange(40, dtype=np.float32).reshape(10, 4), np.full((12, 1), 3.0, np.float32))
+MINUS = tuple(-table for table in ROPES)
 
 
 class Device:
@@ -37,9 +38,10 @@ class Device:
             device=CPU,
         )
         self.sizes = StepSizes(32, 8, 8, 9, tuple(windows), 40, decode_items)
-        self.device = DeviceInputs(self.sizes, self.cache, ROPE, -ROPE, torch.empty(decode_items, 1, 10), CPU)
+        partials = torch.empty(decode_items, 1, 10)
+        self.device = DeviceInputs(self.sizes, self.cache, ROPES, MINUS, partials, CPU)
         self.step = StagedStep(self.sizes, pinned=False)
-        self.inputs = StepInputs.allocate(32, 8, ROPE, -ROPE, self.cache, len(windows), 8)
+        self.inputs = StepInputs.allocate(32, 8, ROPES, MINUS, self.cache, len(windows), 8)
 
     def fill(self, chunks: list[int], contexts: list[int]) -> None:
         inputs, tokens = self.inputs, sum(chunks)
@@ -201,12 +203,16 @@ def test_what_addresses_point_to_has_been_taken_when_sampling_is_sent():
     assert device.device.sampling.token[0] == len(logits) - 1
 
 
-def test_a_changed_rotary_table_is_taken():
+def test_changed_rotary_tables_are_taken():
     device = Device()
     device.fill([1], [1])
-    device.device.send_rope(ROPE + 1, ROPE + 2)
-    batch = device.send()
-    assert batch.rope_cos.tolist() == (ROPE + 1).tolist() and batch.rope_sin.tolist() == (ROPE + 2).tolist()
+    before = device.send()
+    assert [table.tolist() for table in before.rope_sin] == [table.tolist() for table in MINUS]
+    cos, sin = tuple(table + 1 for table in ROPES), tuple(table + 2 for table in ROPES)
+    device.device.send_rope(cos, sin)
+    for batch in (before, device.send()):  # a graph has the addresses
+        assert [table.tolist() for table in batch.rope_cos] == [table.tolist() for table in cos]
+        assert [table.tolist() for table in batch.rope_sin] == [table.tolist() for table in sin]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 32])

@@ -62,10 +62,10 @@ def test_act_and_mul(library, activation, dtype):
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("has_norms", [False, True])
-def test_rotary_and_cache(library, has_norms, cache_dtype):
+@pytest.mark.parametrize(("has_norms", "rotary_dim"), [(False, 32), (True, 32), (True, 0)])
+def test_rotary_and_cache(library, has_norms, rotary_dim, cache_dtype):
     qkv = torch.randn(6, 8 * 64, dtype=torch.float16)
-    angles = torch.rand(30, 16)
+    angles = torch.rand(30, rotary_dim // 2)
     norms = (torch.randn(64), torch.randn(64), 1e-6) if has_norms else None
     inputs = (
         torch.tensor([3, 40, -1, 0, 17, 63]),
@@ -73,7 +73,7 @@ def test_rotary_and_cache(library, has_norms, cache_dtype):
         angles.cos(),
         angles.sin(),
         SHAPE,
-        32,
+        rotary_dim,
         norms,
     )
     results = []

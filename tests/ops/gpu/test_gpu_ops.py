@@ -111,9 +111,15 @@ def test_weights_that_do_not_fit_are_refused_in_a_line(monkeypatch):
 
     ops = ops_of()
     monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(ModelLoadError, match="Not enough memory on cpu for the model's weights") as caught:
-        ops.matrix(2, 2, [random(2, 2)])
-    assert "\n" not in str(caught.value)
+    stored_rows = StoredRows("q8_0", np.zeros((64, 2 * 34), np.uint8))
+    for make in (
+        lambda: ops.matrix(2, 2, [random(2, 2)]),
+        lambda: ops.matrix(64, 64, [stored_rows]),
+        lambda: ops.expert_matrices(2, 2, [[random(2, 2)]]),
+    ):
+        with pytest.raises(ModelLoadError, match="Not enough memory on cpu for the model's weights") as error:
+            make()
+        assert "\n" not in str(error.value)
 
 
 def test_a_norm_adds_the_residual_in_its_place():
@@ -132,7 +138,8 @@ def test_a_norm_adds_the_residual_in_its_place():
 
 
 def test_the_kernels_are_told_what_a_layer_is():
-    attention = Attention(0, 1, 8, 2, 64, 32, 0.125, window=7, soft_cap=30.0)
+    sinks = torch.zeros(8)
+    attention = Attention(0, 1, 8, 2, 64, 32, 0.125, window=7, soft_cap=30.0, sinks=sinks)
     shape = attention_shape(attention)
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (8, 2, 64)
-    assert (shape.scale, shape.window, shape.soft_cap, shape.sinks) == (0.125, 7, 30.0, None)
+    assert (shape.scale, shape.window, shape.soft_cap) == (0.125, 7, 30.0) and shape.sinks is sinks

@@ -78,13 +78,15 @@ def test_rms_norm_in_place_of_its_input():
 def activation64(x: np.ndarray, activation: str) -> np.ndarray:
     if activation == "silu":
         return x / (1 + np.exp(-x))
+    if activation == "relu":
+        return np.maximum(x, 0)
     if activation == "gelu":
         return 0.5 * x * (1 + np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2)))
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 @DTYPES
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 100), (2, 1500), (0, 8)])
 def test_gated_activations(dtype, activation, rows, width):
     x = wide(3 * random(width, rows, 2 * width, dtype=dtype), 2)
@@ -94,8 +96,23 @@ def test_gated_activations(dtype, activation, rows, width):
     check(out, activation64(gate, activation) * up)
 
 
+@DTYPES
+def test_a_gate_with_a_limit(dtype):
+    """gpt-oss's, of infinities and NaN too."""
+    x = 3 * random(1, 2, 3000, dtype=dtype)
+    x[0, :3] = torch.tensor([math.inf, math.nan, 1.0])
+    x[0, 1500:1503] = torch.tensor([-math.inf, 1.0, math.nan])
+    out = torch.full((2, 1500), 7.0, dtype=dtype, device=DEVICE)
+    KERNELS.act_and_mul(out, x, "silu", 2.5)
+    gate, up = np.split(float64(x), 2, axis=1)
+    gate, up = np.where(gate > 2.5, 2.5, gate), np.clip(up, -2.5, 2.5)
+    expected = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+    assert np.isnan(float64(out)[0, :3]).tolist() == [False, True, True]
+    check(out, expected)
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 def test_activations_far_from_zero_are_the_gate_or_nothing(activation):
     gate = torch.tensor([[-1e4, -100.0, 100.0, 1e4]], device=DEVICE)
     out = torch.empty_like(gate)
@@ -197,6 +214,7 @@ class RotaryCase:
         {"head_dim": 96, "rotary_dim": 32, "heads": 3, "kv_heads": 1},
         {"head_dim": 128, "rotary_dim": 128, "heads": 24, "kv_heads": 3},
         {"head_dim": 32, "rotary_dim": 2},
+        {"head_dim": 64, "rotary_dim": 0},
         {"head_dim": 256, "rotary_dim": 256, "heads": 1, "kv_heads": 1},
     ],
     ids=str,

@@ -9,10 +9,13 @@ triton = pytest.importorskip("triton")
 
 from helpers.quantized_weights import FORMATS  # noqa: E402
 from helpers.random_runner import CONFIG  # noqa: E402
+from helpers.tiny_models import make_tiny_model  # noqa: E402
 from helpers.triton_device import DEVICE  # noqa: E402
 
+from streamllm.models.model_config import ModelConfig  # noqa: E402
 from streamllm.ops.gpu.triton_kernels import tune_products  # noqa: E402
 from streamllm.ops.gpu.triton_kernels.matmul_plan import product_config  # noqa: E402
+from streamllm.sources import resolve  # noqa: E402
 
 HERE = torch.device(DEVICE)
 
@@ -58,4 +61,19 @@ def test_few_rows_decide_on_the_sums_and_many_on_the_rest():
 
 
 def test_the_shapes_of_a_model():
-    assert tune_products.weight_shapes(CONFIG) == [(64, 32), (32, 32), (96, 32), (32, 48)]
+    assert tune_products.weight_shapes(CONFIG) == {
+        (64, 32): "model.layers.0.self_attn.q_proj.weight",
+        (32, 32): "model.layers.0.self_attn.o_proj.weight",
+        (96, 32): "model.layers.0.mlp.gate_proj.weight",
+        (32, 48): "model.layers.0.mlp.down_proj.weight",
+    }
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt2", "olmo2"])
+def test_the_shapes_of_other_families(family, tmp_path):
+    config = ModelConfig.from_files(resolve(str(make_tiny_model(tmp_path / family, family))))
+    shapes = tune_products.weight_shapes(config)
+    hidden, q_width = config.hidden_size, config.num_heads * config.head_dim
+    assert {(hidden, q_width), (q_width + 2 * config.num_kv_heads * config.head_dim, hidden)} <= set(shapes)
+    assert all(n < config.vocab_size or k != hidden for n, k in shapes)
+    assert any("experts" in name for name in shapes.values()) == (family == "mixtral")

@@ -11,13 +11,16 @@ import ctypes
 import functools
 from typing import TYPE_CHECKING
 
+from streamllm.ops import Activation
 from streamllm.ops.gpu.cuda.library import BFLOAT16, FLOAT8_E4M3, FLOAT16, FLOAT32, CudaLibrary
-from streamllm.ops.gpu.kernels import Activation, AttentionShape, PagedCache
+from streamllm.ops.gpu.kernels import AttentionShape, PagedCache
 
 if TYPE_CHECKING:
     import torch
 
-_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+"""Those that the kernel knows, with its numbers for them."""
+
 _ADDRESS, _INT32, _INT64, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
@@ -171,7 +174,7 @@ def act_and_mul(
         rows,
         width,
         _dtype_code(x.dtype),
-        _ACTIVATIONS[activation],
+        ACTIVATIONS[activation],
     )
     library.call("act_and_mul", arguments, stream)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from streamllm.ops.gpu.kernels import Activation, Tensor
+from streamllm.ops import Activation
+from streamllm.ops.gpu.kernels import Tensor
 from streamllm.ops.gpu.triton_kernels.primitives import tanh
 
 ELEMENTS_PER_WARP = 256
@@ -70,9 +71,11 @@ def act_and_mul_kernel(
     out,
     x,
     width,
+    limit,
     out_stride,
     x_stride,
     ACTIVATION: tl.constexpr,
+    IS_LIMITED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Grid: rows, parts of a row."""
@@ -81,7 +84,14 @@ def act_and_mul_kernel(
     inside = column < width
     gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION == "silu":
+    if IS_LIMITED:
+        # Comparisons, unlike minimum and maximum, keep NaN.
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
+        active = gate / (1.0 + tl.exp(-1.702 * gate))
+    elif ACTIVATION == "relu":
+        active = tl.where(gate < 0.0, 0.0, gate)
+    elif ACTIVATION == "silu":
         active = gate / (1.0 + tl.exp(-gate))
     elif ACTIVATION == "gelu":
         active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
@@ -90,7 +100,7 @@ def act_and_mul_kernel(
     tl.store(out + row * out_stride + column, (active * up).to(out.dtype.element_ty), mask=inside)
 
 
-def act_and_mul(out: Tensor, x: Tensor, activation: Activation) -> None:
+def act_and_mul(out: Tensor, x: Tensor, activation: Activation, limit: float = 0.0) -> None:
     """:meth:`streamllm.ops.gpu.kernels.GpuKernels.act_and_mul`."""
     rows, width = out.shape
     if not rows:
@@ -99,9 +109,11 @@ def act_and_mul(out: Tensor, x: Tensor, activation: Activation) -> None:
         out,
         x,
         width,
+        limit,
         out.stride(0),
         x.stride(0),
         ACTIVATION=activation,
+        IS_LIMITED=limit > 0,
         BLOCK=ACTIVATION_BLOCK,
         num_warps=4,
         enable_fp_fusion=False,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from streamllm.ops import Activation, Experts
 from streamllm.ops.gpu.kernels import (
-    Activation,
     AttentionShape,
     DecodeWork,
     DeviceSampling,
@@ -18,6 +18,7 @@ from streamllm.ops.gpu.triton_kernels import (
     elementwise,
     rotary_cache,
 )
+from streamllm.ops.gpu.triton_kernels import experts as expert_kernels
 from streamllm.ops.gpu.triton_kernels import sampling as sampling_kernels
 
 
@@ -32,8 +33,11 @@ class TritonKernels:
     ) -> None:
         elementwise.rms_norm(out, x, weight, eps, residual)
 
-    def act_and_mul(self, out: Tensor, x: Tensor, activation: Activation) -> None:
-        elementwise.act_and_mul(out, x, activation)
+    def act_and_mul(self, out: Tensor, x: Tensor, activation: Activation, limit: float = 0.0) -> None:
+        elementwise.act_and_mul(out, x, activation, limit)
+
+    def experts(self, out: Tensor, x: Tensor, router_logits: Tensor, experts: Experts) -> None:
+        expert_kernels.experts(out, x, router_logits, experts)
 
     def rotary_and_cache(
         self,

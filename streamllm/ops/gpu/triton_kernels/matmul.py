@@ -26,7 +26,7 @@ from streamllm.ops.gpu.triton_kernels.matmul_plan import (
     plan_product,
     product_config,
 )
-from streamllm.ops.gpu.triton_kernels.matmul_tiles import add_dense_tile, add_quantized_tile, finish
+from streamllm.ops.gpu.triton_kernels.matmul_tiles import add_tiles, finish, tile_of
 from streamllm.ops.gpu.triton_kernels.tuning import gpu_architecture
 
 if TYPE_CHECKING:
@@ -34,37 +34,6 @@ if TYPE_CHECKING:
 
 SUM_COLUMNS = 256
 """Columns of a program of :func:`sum_splits_kernel`."""
-
-
-@triton.jit
-def _add_tiles(
-    x,
-    values,
-    scales,
-    minimums,
-    first,
-    last,
-    column,
-    row,
-    rows,
-    n,
-    k,
-    x_stride,
-    FORMAT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    TILE_K: tl.constexpr,
-):
-    """The tiles ``[first, last)`` along k: float32 ``[BLOCK_N, BLOCK_ROWS]``."""
-    sums = tl.zeros((BLOCK_N, BLOCK_ROWS), tl.float32)
-    for tile in range(first, last):
-        if FORMAT == "dense":
-            sums = add_dense_tile(sums, x, values, tile, column, row, rows, n, k, x_stride, TILE_K)
-        else:
-            sums = add_quantized_tile(
-                sums, x, values, scales, minimums, tile, column, row, rows, n, k, x_stride, FORMAT
-            )
-    return sums
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -95,16 +64,10 @@ def product_kernel(
     Args:
         partials: float32 ``[SPLITS, rows, n]``; read by :func:`sum_splits_kernel`.
         SPREAD: whether the grid's second axis runs over the splits.
-        TILES_IN_CACHE: tiles along n whose row tiles follow each other, so that what they read stays in
-            cache.
     """
-    tiles_n = tl.cdiv(n, BLOCK_N)
-    per_group = TILES_IN_CACHE * tl.cdiv(rows, BLOCK_ROWS)
-    program = tl.program_id(0)
-    first_tile = program // per_group * TILES_IN_CACHE
-    group_size = tl.minimum(tiles_n - first_tile, TILES_IN_CACHE)
-    tile_n = first_tile + program % per_group % group_size
-    tile_row = program % per_group // group_size
+    tile_n, tile_row = tile_of(
+        tl.program_id(0), tl.cdiv(n, BLOCK_N), tl.cdiv(rows, BLOCK_ROWS), TILES_IN_CACHE
+    )
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tile_row * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     tiles_k = tl.cdiv(k, TILE_K)
@@ -115,7 +78,7 @@ def product_kernel(
         split = tl.program_id(1)
         first = split * tiles_per_split
         last = tl.minimum(first + tiles_per_split, tiles_k)
-        sums = _add_tiles(
+        sums = add_tiles(
             x, values, scales, minimums, first, last, column, row, rows, n, k, x_stride,
             FORMAT, BLOCK_N, BLOCK_ROWS, TILE_K,
         )  # fmt: skip
@@ -126,7 +89,7 @@ def product_kernel(
         for split in range(SPLITS):
             first = split * tiles_per_split
             last = tl.minimum(first + tiles_per_split, tiles_k)
-            total += _add_tiles(
+            total += add_tiles(
                 x, values, scales, minimums, first, last, column, row, rows, n, k, x_stride,
                 FORMAT, BLOCK_N, BLOCK_ROWS, TILE_K,
             )  # fmt: skip
@@ -204,6 +167,7 @@ def multiply_rows(
     if config is None:
         config = product_config(gpu_architecture(x.device), weight.format, x.element_size(), n, k)
     plan = plan_product(config, weight.format, x.element_size(), rows, n, k)
+    scales, minimums = kernel_factors(weight)
     row_scaled = weight.format in ROW_SCALED
     partials = None
     if plan.spread:
@@ -213,8 +177,8 @@ def multiply_rows(
         partials,
         x,
         weight.values,
-        weight.scales if row_scaled else _as_words(weight.scales),
-        _as_words(weight.minimums),
+        scales,
+        minimums,
         bias,
         rows,
         n,
@@ -229,7 +193,7 @@ def multiply_rows(
         sum_splits_kernel[(rows, triton.cdiv(n, SUM_COLUMNS))](
             out,
             partials,
-            weight.scales if row_scaled else None,
+            scales if row_scaled else None,
             bias,
             rows,
             n,
@@ -241,9 +205,12 @@ def multiply_rows(
         )
 
 
-def _as_words(factors: Tensor | None) -> Tensor | None:
-    """Pairs of float16 as int32."""
-    return None if factors is None else factors.view(torch.int32)
+def kernel_factors(weight: WeightRows) -> tuple[Tensor | None, Tensor | None]:
+    """Scales and minimums as kernels take them: pairs of float16 as int32."""
+    if weight.scales is None or weight.format in ROW_SCALED:
+        return weight.scales, None
+    minimums = weight.minimums
+    return weight.scales.view(torch.int32), None if minimums is None else minimums.view(torch.int32)
 
 
 def _check(out: Tensor, x: Tensor, shape: tuple[int, int]) -> None:

@@ -20,10 +20,12 @@ WIDE_ROWS = 64
 ROW_SCALED = frozenset({"int8", "float8_e4m3"})
 """Formats with one scale a row, which is multiplied in at the very end."""
 
+TILES_IN_CACHE = 8
+"""Tiles along n whose row tiles follow each other."""
+
 _SHORTEST_SPLIT = 512
 _MOST_SPLITS = 16
 _FEWEST_ROWS = 16
-_TILES_IN_CACHE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class ProductPlan:
             "BLOCK_N": self.block_n,
             "BLOCK_ROWS": self.block_rows,
             "TILE_K": self.tile_k,
-            "TILES_IN_CACHE": _TILES_IN_CACHE,
+            "TILES_IN_CACHE": TILES_IN_CACHE,
         }
 
 

@@ -20,6 +20,16 @@ of one matrix instruction."""
 
 
 @triton.jit
+def tile_of(program, tiles_n, tiles_rows, TILES_IN_CACHE: tl.constexpr):
+    """The tile along n, and that of rows, of a program. The row tiles of TILES_IN_CACHE tiles along n follow
+    each other, so that what they read stays in cache."""
+    per_group = TILES_IN_CACHE * tiles_rows
+    first_tile = program // per_group * TILES_IN_CACHE
+    group_size = tl.minimum(tiles_n - first_tile, TILES_IN_CACHE)
+    return first_tile + program % per_group % group_size, program % per_group // group_size
+
+
+@triton.jit
 def load_rows(x, row, rows, k_offset, k, x_stride):
     """``x[row, k_offset]`` transposed, ``[K, rows]``, with zeros beyond either edge."""
     pointers = x + row.to(tl.int64)[None, :] * x_stride + k_offset[:, None]
@@ -109,6 +119,37 @@ def add_quantized_tile(
         k_offset = (tile * PER_WORD + i) * WORDS + tl.arange(0, WORDS)
         activations = load_rows(x, row, rows, k_offset, k, x_stride)
         sums = tl.dot(weight.to(x.dtype.element_ty), activations, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def add_tiles(
+    x,
+    values,
+    scales,
+    minimums,
+    first,
+    last,
+    column,
+    row,
+    rows,
+    n,
+    k,
+    x_stride,
+    FORMAT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """The tiles ``[first, last)`` along k: float32 ``[BLOCK_N, BLOCK_ROWS]``."""
+    sums = tl.zeros((BLOCK_N, BLOCK_ROWS), tl.float32)
+    for tile in range(first, last):
+        if FORMAT == "dense":
+            sums = add_dense_tile(sums, x, values, tile, column, row, rows, n, k, x_stride, TILE_K)
+        else:
+            sums = add_quantized_tile(
+                sums, x, values, scales, minimums, tile, column, row, rows, n, k, x_stride, FORMAT
+            )
     return sums
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from streamllm.models.model_config import ModelConfig
+from streamllm.models.registry import family_of
+from streamllm.ops import LayerNorm, RMSNorm
 from streamllm.ops.gpu.quantized_matrix import GROUP, WORDS, RowFormat, WeightRows
 from streamllm.ops.gpu.triton_kernels.matmul import multiply_rows
 from streamllm.ops.gpu.triton_kernels.matmul_plan import (
@@ -44,12 +46,38 @@ class MeasuredProduct:
     milliseconds: float | None
 
 
-def weight_shapes(config: ModelConfig) -> list[tuple[int, int]]:
-    """``(n, k)`` of the products in a layer of a model, without repetitions."""
-    q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    hidden, inner = config.hidden_size, config.intermediate_size
-    shapes = [(q_width + 2 * kv_width, hidden), (hidden, q_width), (2 * inner, hidden), (hidden, inner)]
-    return list(dict.fromkeys(shapes))
+def weight_shapes(config: ModelConfig) -> dict[tuple[int, int], str]:
+    """``(n, k)`` of the products in a model's layers, an expert's among them, and the name of a tensor that
+    each weight is made of."""
+    notes = _ShapeNotes()
+    family_of(config.architecture).load_weights(notes, config)
+    return notes.found
+
+
+class _ShapeNotes:
+    """Takes the place of what reads weights (a :class:`streamllm.models.weights.WeightLoader`)."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[int, int], str] = {}
+
+    def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, bias: bool = False) -> None:
+        name = parts[0][0]
+        if any(word.isdecimal() for word in name.split(".")):  # a numbered layer's
+            self.found.setdefault((sum(rows for _, rows in parts), columns), f"{name}.weight")
+
+    def experts(
+        self, experts: Sequence[Sequence[tuple[str, int]]], columns: int, *, bias: bool = False
+    ) -> None:
+        self.linear(experts[0], columns)
+
+    def rms_norm(self, name: str, size: int, eps: float, *, offset: float = 0.0) -> RMSNorm:
+        return RMSNorm(None, size, eps)
+
+    def layer_norm(self, name: str, size: int, eps: float, *, affine: bool = True) -> LayerNorm:
+        return LayerNorm(None, None, size, eps)
+
+    def vector(self, name: str, size: int) -> None:
+        return None
 
 
 def random_weight(
