@@ -168,8 +168,10 @@ def main() -> None:
     variants = {
         "float32": variant("float32", "float32"),
         "float32, float16 KV": variant("float32", "float16"),
+        "float32, int8 KV": variant("float32", "int8"),
         "packed, float32 KV": variant("packed", "float32"),
         "packed, float16 KV": variant("packed", "float16"),
+        "packed, int8 KV": variant("packed", "int8"),
     }
     if arguments.llama_cpp:
         variants["llama.cpp"] = llama_cpp_logits(files, windows, threads=threads)

@@ -82,8 +82,9 @@ class EngineConfig(_Settings):
     kv_cache_dtype: str = setting(
         "auto",
         "Precision of the KV cache; auto is float32 in the exact mode, else float16 on a CPU and the "
-        "activations' type on a GPU. fp8 (e4m3) takes half as much memory, on a GPU.",
-        choices=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3"),
+        "activations' type on a GPU. About half of 16 bits' memory is taken by int8 (with a scale for each "
+        "token and KV head) on a CPU, and by fp8 (e4m3) on a GPU.",
+        choices=("auto", "float32", "float16", "bfloat16", "int8", "fp8", "fp8_e4m3"),
     )
     max_model_len: int | None = setting(
         None,
@@ -182,7 +183,9 @@ class EngineConfig(_Settings):
         choices=("auto", "vllm"),
     )
     trust_remote_code: bool = setting(
-        False, "Accepted for vLLM's command lines; code that comes with a model is never run.", kind="bool"
+        False,
+        "Let code that comes with a model run, where neither streamllm nor Transformers has any for it.",
+        kind="bool",
     )
     enforce_eager: bool = setting(
         False, "Launch a GPU's kernels one by one instead of capturing CUDA graphs at start.", kind="bool"
@@ -213,7 +216,7 @@ class EngineConfig(_Settings):
     def _check_precision_of_cpu(self) -> None:
         for flag, value, on_cpu in (
             ("--dtype", {"float": "float32"}.get(self.dtype, self.dtype), ("auto", "float32")),
-            ("--kv-cache-dtype", self.kv_cache_dtype, ("auto", "float32", "float16")),
+            ("--kv-cache-dtype", self.kv_cache_dtype, ("auto", "float32", "float16", "int8")),
         ):
             if value not in on_cpu:
                 raise ConfigError(

@@ -37,6 +37,7 @@ from streamllm.engine.structured import GrammarCompiler, GrammarMasks, constrain
 from streamllm.engine.token_rules import TokenRuleMaker
 from streamllm.errors import EngineDeadError, InvalidRequestError
 from streamllm.models.kv_layout import kv_layout
+from streamllm.models.rope import restart_length
 from streamllm.ops.step_inputs import MAX_LOGPROBS
 from streamllm.outputs import EmbeddingRequestOutput, RequestOutput
 from streamllm.pooling_params import PoolingParams, RequestParams, resolved_pooling
@@ -99,6 +100,7 @@ class AsyncEngine:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_num_partial_prefills=config.max_num_partial_prefills,
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
+                restart_length=restart_length(model_config.ropes),
                 queue_depth=executor.queue_depth,
             ),
             events=self.events,
@@ -115,7 +117,7 @@ class AsyncEngine:
             ),
         )
         self._hasher = PromptHasher(
-            config.block_size, model_config.rope, enabled=config.enable_prefix_caching
+            config.block_size, model_config.ropes, enabled=config.enable_prefix_caching
         )
         vocab_size = min(tokenizer.vocab_size, model_config.vocab_size)
         self._rule_maker = TokenRuleMaker(tokenizer, vocab_size, self._eos_token_ids)

@@ -17,6 +17,7 @@ from streamllm.models.model_config import ModelConfig
 from streamllm.models.tensor_shapes import expected_shapes
 from streamllm.models.weights import WeightMode, weight_bytes
 from streamllm.ops.cpu_plan import CpuOps
+from streamllm.ops.kv_cache import kv_bytes_per_block
 
 _TYPICAL_LENGTHS = (512, 2048, 8192, 32768, 131072)
 _Q4_K_M_BYTES = 0.61
@@ -78,7 +79,7 @@ class _Target:
     packed_formats: Collection[str]
     dense_itemsize: int
     kv_cache_dtype: str
-    kv_itemsize: int
+    kv_bytes_per_block: int
 
 
 def capacity(config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint) -> Capacity:
@@ -90,10 +91,11 @@ def capacity(config: EngineConfig, model_config: ModelConfig, checkpoint: Checkp
     Raises:
         ConfigError: a flag cannot be honoured on this machine.
     """
-    target = _gpu_target(config, checkpoint) if config.resolved_backend == "cuda" else _cpu_target(config)
-    layout = kv_layout(model_config.layer_windows)
-    elements_per_block = 2 * layout.layers_per_block * model_config.kv_width * config.block_size
-    bytes_per_block = elements_per_block * target.kv_itemsize
+    if config.resolved_backend == "cuda":
+        target = _gpu_target(config, model_config, checkpoint)
+    else:
+        target = _cpu_target(config, model_config)
+    layout, bytes_per_block = kv_layout(model_config.layer_windows), target.kv_bytes_per_block
     mode: WeightMode = "float32" if config.exact or model_config.through_transformers else "packed"
     weights = weight_bytes(checkpoint, target.packed_formats, mode, dense_itemsize=target.dense_itemsize)
     num_blocks = longest = 0
@@ -140,7 +142,12 @@ def capacity(config: EngineConfig, model_config: ModelConfig, checkpoint: Checkp
     )
 
 
-def _cpu_target(config: EngineConfig) -> _Target:
+def _block_shape(config: EngineConfig, model_config: ModelConfig) -> tuple[int, int, int, int]:
+    layers_per_block = kv_layout(model_config.layer_windows).layers_per_block
+    return layers_per_block, model_config.num_kv_heads, model_config.head_dim, config.block_size
+
+
+def _cpu_target(config: EngineConfig, model_config: ModelConfig) -> _Target:
     dtype = config.resolved_kv_cache_dtype
     return _Target(
         "the CPU",
@@ -149,13 +156,13 @@ def _cpu_target(config: EngineConfig) -> _Target:
         CpuOps.packed_formats,
         4,
         dtype,
-        {"float32": 4, "float16": 2}[dtype],
+        kv_bytes_per_block(*_block_shape(config, model_config), dtype),
     )
 
 
-def _gpu_target(config: EngineConfig, checkpoint: Checkpoint) -> _Target:
+def _gpu_target(config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint) -> _Target:
     from streamllm.engine.gpu_loader import activation_dtype, cache_dtype, find_gpu
-    from streamllm.ops.gpu.device_kv_cache import KV_DTYPES
+    from streamllm.ops.gpu.device_kv_cache import device_kv_bytes_per_block
     from streamllm.ops.gpu.gpu_ops import DTYPES
     from streamllm.ops.gpu.quantized_matrix import PACKED_FORMATS
 
@@ -169,7 +176,7 @@ def _gpu_target(config: EngineConfig, checkpoint: Checkpoint) -> _Target:
         PACKED_FORMATS,
         DTYPES[dtype].itemsize,
         kv_dtype,
-        KV_DTYPES[kv_dtype].itemsize,
+        device_kv_bytes_per_block(*_block_shape(config, model_config), kv_dtype),
     )
 
 

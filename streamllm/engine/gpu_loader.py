@@ -131,11 +131,11 @@ def find_gpu(config: EngineConfig) -> GpuTarget:
 
 
 def activation_dtype(config: EngineConfig, checkpoint: Checkpoint) -> str:
-    """``"float32"``, ``"float16"`` or ``"bfloat16"``: what the flag asks for, or the dtype of the weights if
-    that is a 16-bit one, or bfloat16, which never overflows where float32 does not."""
+    """``"float32"``, ``"float16"`` or ``"bfloat16"``: what the flag asks for, or the dtype of the largest
+    weight if that is a 16-bit one, or bfloat16, which never overflows where float32 does not."""
     if config.dtype != "auto":
         return {"float": "float32", "half": "float16"}.get(config.dtype, config.dtype)
-    stored = checkpoint.format("model.layers.0.self_attn.q_proj.weight")
+    stored = checkpoint.format(max(checkpoint.names(), key=checkpoint.num_bytes))
     return stored if stored in ("float16", "bfloat16") else "bfloat16"
 
 
@@ -147,6 +147,8 @@ def cache_dtype(config: EngineConfig, activations: str) -> str:
     wanted = config.kv_cache_dtype
     if wanted in ("fp8", "fp8_e4m3"):
         return "fp8"
+    if wanted == "int8":
+        raise ConfigError("--kv-cache-dtype int8 is for CPUs in this version; use fp8 on a GPU.")
     if wanted not in ("auto", activations):
         raise ConfigError(
             f"--kv-cache-dtype {wanted} does not go with {activations} activations on a GPU; use auto (which "
@@ -183,9 +185,9 @@ def load_on_gpu(
     weight_mode: WeightMode = "float32" if config.exact else "packed"
     available = target.memory.free()
     _check_weights_fit(checkpoint, weight_mode, DTYPES[dtype].itemsize, available)
-    backend = GpuBackend(
-        target.kernels, target.device, DTYPES[dtype], recorder=target.recorder, progress=progress
-    )
+    # The code of Transformers' models looks at values on the host, which no graph can hold.
+    recorder = None if model_config.through_transformers else target.recorder
+    backend = GpuBackend(target.kernels, target.device, DTYPES[dtype], recorder=recorder, progress=progress)
     with _where_memory_ends(
         f"Not enough memory on the GPU for the weights ({gib(available)} were free); take a smaller model or "
         "quantised weights."
@@ -233,7 +235,7 @@ def load_on_gpu(
     num_blocks = num_kv_blocks(
         config,
         bytes_per_block=bytes_per_block,
-        weight_bytes=taken + step_bytes + _graph_bytes(config, model_config, target.recorder, step_bytes),
+        weight_bytes=taken + step_bytes + _graph_bytes(config, model_config, recorder, step_bytes),
         available=available,
         total=target.memory.total(),
     )

@@ -30,7 +30,7 @@ logger = logging.getLogger("streamllm.engine")
 def load_engine(config: EngineConfig) -> AsyncEngine:
     """See :meth:`AsyncEngine.from_config`."""
     files = resolve(config.model, revision=config.revision)
-    model_config = ModelConfig.from_files(files)
+    model_config = ModelConfig.from_files(files, trust_remote_code=config.trust_remote_code)
     checkpoint = open_checkpoint(files, model_config)
     tokenizer = _load_tokenizer(files)
     load = _load_on_cpu
@@ -80,7 +80,8 @@ def _load_on_cpu(
     """A runner on the CPU (native kernels, or the reference on torch), and what to call that."""
     available = available_memory()
     threads = _threads(config)
-    weight_mode: WeightMode = "float32" if config.exact else "packed"
+    is_dense = config.exact or model_config.through_transformers
+    weight_mode: WeightMode = "float32" if is_dense else "packed"
     num_blocks = num_kv_blocks(
         config,
         bytes_per_block=ModelRunner.kv_bytes_per_block(

@@ -25,6 +25,12 @@ def chain_seed(*, salt: str | None = None, prompt_length: int | None = None) -> 
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES).digest()
 
 
+def restarted_seed(seed: bytes) -> bytes:
+    """The parent of the first block of a sequence that has grown so long that its keys have other angles
+    (:func:`streamllm.models.rope.restart_length`), made of that of a short one."""
+    return next_hash(seed, ())
+
+
 def block_hashes(token_ids: Sequence[int], block_size: int, seed: bytes) -> list[bytes]:
     """The hash of each full block of ``token_ids``, about 1 µs each; what is left over has none."""
     tokens = array("q", token_ids)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from streamllm.engine.prefix_hash import block_hashes, chain_seed
+from streamllm.engine.prefix_hash import block_hashes, chain_seed, restarted_seed
+from streamllm.models.rope import depends_on_length, restart_length
 
 if TYPE_CHECKING:
     from streamllm.models.model_config import RopeConfig
@@ -19,23 +21,25 @@ class PromptHasher:
 
     Args:
         block_size: positions a block.
-        rope: keys depend on the prompt's length where it says so.
+        ropes: the model's rotary embeddings; keys depend on the prompt's length where one says so.
         enabled: whether there is a prefix cache.
     """
 
-    def __init__(self, block_size: int, rope: RopeConfig, *, enabled: bool) -> None:
+    def __init__(self, block_size: int, ropes: Sequence[RopeConfig], *, enabled: bool) -> None:
         self._block_size = block_size
-        self._rope = rope
+        self._dynamic = [rope for rope in ropes if rope.rope_type == "dynamic"]
+        self._restart_length = restart_length(ropes)
         self._enabled = enabled
 
     async def hash(self, token_ids: list[int], cache_salt: str | None) -> tuple[bytes | None, list[bytes]]:
         """(parent of the first block's hash, hashes of the full blocks); ``None`` and none without cache."""
         if not self._enabled:
             return None, []
-        dynamic = (
-            self._rope.rope_type == "dynamic" and len(token_ids) > self._rope.original_max_position_embeddings
-        )
-        seed = chain_seed(salt=cache_salt, prompt_length=len(token_ids) if dynamic else None)
-        if len(token_ids) < LONG_PROMPT:
+        length = len(token_ids)
+        dynamic = any(depends_on_length(rope, length) for rope in self._dynamic)
+        seed = chain_seed(salt=cache_salt, prompt_length=length if dynamic else None)
+        if 0 < self._restart_length < length:
+            seed = restarted_seed(seed)
+        if length < LONG_PROMPT:
             return seed, block_hashes(token_ids, self._block_size, seed)
         return seed, await asyncio.to_thread(block_hashes, token_ids, self._block_size, seed)

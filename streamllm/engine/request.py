@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from streamllm.engine.prefix_hash import next_hash
+from streamllm.engine.prefix_hash import block_hashes, next_hash, restarted_seed
 from streamllm.errors import StreamLLMError
 from streamllm.ops.step_inputs import LogprobsMode
 from streamllm.outputs import RequestMetrics
@@ -53,6 +53,8 @@ class Sequence:
             (see :mod:`streamllm.engine.run_ahead`); they follow ``token_ids``.
         run_ahead_limit: it goes on from a token that is not known while it is shorter than this.
         in_flight: steps in flight that read or write its blocks.
+        restart_length: its length when it last started over because its keys were to have other angles; 0:
+            it has not.
         grammar: where its text stands in the grammar that it must follow, if there is one.
     """
 
@@ -72,6 +74,7 @@ class Sequence:
     num_pending_tokens: int = 0
     run_ahead_limit: int = 0
     in_flight: int = 0
+    restart_length: int = 0
     grammar: GrammarState | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -87,6 +90,12 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def hash_seed(self) -> bytes | None:
+        """Parent of its first block's hash; ``None`` without prefix cache."""
+        seed = self.request.hash_seed
+        return restarted_seed(seed) if seed is not None and self.restart_length else seed
 
     @property
     def num_adoptable_tokens(self) -> int:
@@ -115,7 +124,14 @@ class Sequence:
             num_prompt_tokens=self.num_prompt_tokens,
             rules=request.rules,
             logprobs_mode=request.logprobs_mode,
+            restart_length=self.restart_length,
         )
+
+    def start_over(self, block_size: int) -> None:
+        """Nothing is computed of it any more, and what will be has the angles of its present length."""
+        self.restart_length = len(self.token_ids)
+        seed = self.hash_seed
+        self.block_hashes = [] if seed is None else block_hashes(self.token_ids, block_size, seed)
 
     def register_blocks(self, start: int, end: int, block_size: int) -> list[int]:
         """Let others find the blocks that positions ``[start, end)``, which are computed, have filled, as
@@ -124,7 +140,7 @@ class Sequence:
         Returns:
             The blocks whose content the pool did not know.
         """
-        seed, hashes = self.request.hash_seed, self.block_hashes
+        seed, hashes = self.hash_seed, self.block_hashes
         first, last = start // block_size, min(end, len(self.token_ids)) // block_size
         if seed is None or first >= last:
             return []
@@ -149,6 +165,7 @@ class Sequence:
             block_hashes=list(self.block_hashes),
             num_computed_tokens=self.num_computed_tokens,
             status=self.status,
+            restart_length=self.restart_length,
         )
 
 

@@ -229,8 +229,16 @@ class Scheduler:
 
     def _make_room(self, step: Step, sequence: Sequence, chunk: int) -> bool:
         """Blocks for a running sequence's chunk, preempting whoever is served last; ``False`` if that was
-        the sequence itself, or if there are none and steps are in flight: then nobody is preempted."""
+        the sequence itself, or if there are none and steps are in flight: then nobody is preempted.
+
+        A sequence that grows beyond the limits' ``restart_length`` is preempted, to be recomputed."""
         blocks, computed = sequence.blocks, sequence.num_computed_tokens
+        if self.limits.restart_length and self._starts_over(sequence, computed + chunk):
+            if self._in_flight:
+                step.short_of_blocks = True
+            else:
+                self._preempt(step, sequence)
+            return False
         if chunk == 1 and not blocks.forked and computed % self.pool.block_size:
             return True
         # A step in flight may still read what is dropped; who gets it writes to it in a later one.
@@ -244,6 +252,11 @@ class Scheduler:
                 return False
         step.copies.extend(copies)
         return True
+
+    def _starts_over(self, sequence: Sequence, length: int) -> bool:
+        """Whether what is computed of a sequence is no use once it is so long."""
+        limit = self.limits.restart_length
+        return 0 < limit < length and sequence.num_prompt_tokens <= limit and not sequence.restart_length
 
     def _preempt(self, step: Step, victim: Sequence) -> None:
         """Back into the queue, to be recomputed; its tokens stay. A beam group goes as a whole."""
@@ -259,6 +272,8 @@ class Scheduler:
             self.events.record("preempted", sequence.request.request_id, sequence.num_computed_tokens)
             self._release(sequence)
             sequence.num_computed_tokens = 0
+            if self._starts_over(sequence, len(sequence.token_ids)):
+                sequence.start_over(self.pool.block_size)
             sequence.status = SequenceStatus.WAITING
             self._waiting.push(sequence)
         victim.request.beam_reports.clear()

@@ -21,6 +21,8 @@ class Limits:
             into what a step has left pass them.
         long_prefill_token_threshold: longest chunk of a prompt; 0 for no limit but the budget.
         watermark: share of the pool that admission leaves free, so that it does not cause a preemption soon.
+        restart_length: a sequence that grows longer starts over, because its keys then have other angles
+            (:func:`streamllm.models.rope.restart_length`); 0: none does.
         queue_depth: steps that may be in flight at once; with more than one, sequences run ahead of what is
             known of them (see :mod:`streamllm.engine.run_ahead`).
     """
@@ -30,6 +32,7 @@ class Limits:
     max_num_partial_prefills: int = 4
     long_prefill_token_threshold: int = 0
     watermark: float = 0.01
+    restart_length: int = 0
     queue_depth: int = 1
 
     def __post_init__(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -9,8 +11,13 @@ import numpy.typing as npt
 
 from streamllm.errors import ModelLoadError
 from streamllm.models.model_config import ModelConfig
+from streamllm.models.registry import stored_layout
+from streamllm.models.stored_layout import ArrangedCheckpoint, StoredLayout
+from streamllm.models.tensor_shapes import expected_shapes
 from streamllm.ops.stored_rows import StoredRows
 from streamllm.sources.model_files import ModelFiles
+
+logger = logging.getLogger("streamllm.models")
 
 
 class Checkpoint(Protocol):
@@ -49,6 +56,9 @@ class Checkpoint(Protocol):
             ModelLoadError: the tensor is missing.
         """
 
+    def release(self, name: str) -> None:
+        """Lets go of the memory through which a tensor's part of the file was read."""
+
 
 def open_checkpoint(files: ModelFiles, config: ModelConfig) -> Checkpoint:
     """Opens a model's weights and checks them against its config, without reading their data.
@@ -58,55 +68,39 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig) -> Checkpoint:
             short, a missing tensor, a shape that contradicts the config.
     """
     checkpoint: Checkpoint
+    if config.through_transformers:
+        from streamllm.models.folder_checkpoint import FolderCheckpoint
+
+        return FolderCheckpoint(files.path, StoredLayout(), tied=False)
+    layout = stored_layout(config.architecture)
     if files.kind == "gguf":
         from streamllm.models.gguf_checkpoint import GGUFCheckpoint
 
         checkpoint = GGUFCheckpoint(files.path, config)
     else:
-        from streamllm.models.safetensors_checkpoint import SafetensorsCheckpoint
+        from streamllm.models.folder_checkpoint import FolderCheckpoint
 
-        checkpoint = SafetensorsCheckpoint(files.path, tied=config.tie_word_embeddings)
-    for name, expected in expected_shapes(config).items():
-        if not checkpoint.has(name):
-            hint = ""
-            if name == "lm_head.weight":
-                hint = " (and the config says that it is not tied to the embedding)"
-            raise ModelLoadError(f"The weights in {files.path} lack the tensor {name}{hint}.")
-        actual = checkpoint.shape(name)
-        if actual != expected:
-            raise ModelLoadError(
-                f"The tensor {name} in {files.path} has shape {list(actual)}; by the model's config it must "
-                f"be {list(expected)}."
-            )
-    return checkpoint
+        checkpoint = FolderCheckpoint(files.path, layout, tied=config.tie_word_embeddings)
+    sources, shapes = layout.sources(config, checkpoint), expected_shapes(config)
+    for name, expected in shapes.items():
+        stored = sources[name].stored if name in sources else {name: expected}
+        for stored_name, stored_shape in stored.items():
+            _check(checkpoint, files.path, stored_name, stored_shape)
+    read = set(shapes).union(*(source.stored for source in sources.values()))
+    if ignored := sorted(checkpoint.names() - read):
+        logger.info("%d tensors are not read, such as %s", len(ignored), ignored[0])
+    return ArrangedCheckpoint(checkpoint, sources, shapes) if sources or ignored else checkpoint
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a model with this config has, and its shape."""
-    hidden = config.hidden_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    matrices = {
-        "self_attn.q_proj": (q_size, hidden, config.qkv_bias),
-        "self_attn.k_proj": (kv_size, hidden, config.qkv_bias),
-        "self_attn.v_proj": (kv_size, hidden, config.qkv_bias),
-        "self_attn.o_proj": (hidden, q_size, config.attention_out_bias),
-        "mlp.gate_proj": (config.intermediate_size, hidden, config.mlp_bias),
-        "mlp.up_proj": (config.intermediate_size, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, config.intermediate_size, config.mlp_bias),
-    }
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if config.qk_norm:
-        norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
-        for name, (rows, columns, has_bias) in matrices.items():
-            shapes[f"{prefix}.{name}.weight"] = (rows, columns)
-            if has_bias:
-                shapes[f"{prefix}.{name}.bias"] = (rows,)
-        for name, size in norms.items():
-            shapes[f"{prefix}.{name}.weight"] = (size,)
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
+def _check(checkpoint: Checkpoint, path: Path, name: str, expected: tuple[int, ...]) -> None:
+    if not checkpoint.has(name):
+        hint = ""
+        if name == "lm_head.weight":
+            hint = " (and the config says that it is not tied to the embedding)"
+        raise ModelLoadError(f"The weights in {path} lack the tensor {name}{hint}.")
+    actual = checkpoint.shape(name)
+    if actual != expected:
+        raise ModelLoadError(
+            f"The tensor {name} in {path} has shape {list(actual)}; by the model's config it must be "
+            f"{list(expected)}."
+        )

@@ -1,14 +1,16 @@
 """Weights in a GGUF file, under Hugging Face's names and in Hugging Face's layout.
 
 Two things differ from a safetensors checkpoint. Matrices may be quantised; they are given as stored, or as
-the ``gguf`` package dequantises them. And for the architecture ``llama`` the rows of the query and key
-projections are interleaved, because llama.cpp rotates neighbouring dimensions where Hugging Face rotates the
-two halves of a head.
+the ``gguf`` package dequantises them. And for some architectures the rows of the query and key projections
+are interleaved, because llama.cpp rotates neighbouring dimensions where Hugging Face rotates the two halves
+of a head.
 """
 
 from __future__ import annotations
 
+import mmap
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,9 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from streamllm.errors import ModelLoadError
+from streamllm.models.dequantize import to_float32
+from streamllm.models.mapped_tensor import advise
 from streamllm.models.model_config import ModelConfig
+from streamllm.models.registry import GGUF_ARCHITECTURES, family_of
 from streamllm.ops.stored_rows import StoredRows
-from streamllm.sources.gguf_file import GGUFFile, GGUFTensor
+from streamllm.sources.gguf_file import GGUFTensor, open_gguf
 
 T = TypeVar("T", bound=np.generic)
 
@@ -40,34 +45,44 @@ _FLOAT_NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "f64": "
 _TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
 
 
-def hugging_face_name(name: str) -> str | None:
-    """``"blk.0.attn_q.weight"`` becomes ``"model.layers.0.self_attn.q_proj.weight"``; others ``None``."""
+def hugging_face_name(name: str, names: Mapping[str, str] | None = None) -> str | None:
+    """``"blk.0.attn_q.weight"`` becomes ``"model.layers.0.self_attn.q_proj.weight"``; others ``None``.
+
+    Args:
+        names: a family's own names, those of a layer's tensors without the layer:
+            ``{"attn_q": "self_attn.q_proj"}``; ``"blk"`` stands for what comes before a layer's number.
+    """
     match = _TENSOR_NAME.fullmatch(name)
     if match is None:
         return None
-    layer, part, kind = match["layer"], match["part"], match["kind"]
-    if layer is None:
-        return f"{_MODEL_NAMES[part]}.{kind}" if part in _MODEL_NAMES else None
-    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}" if part in _LAYER_NAMES else None
+    names, (layer, part, kind) = names or {}, match.group("layer", "part", "kind")
+    known = _MODEL_NAMES if layer is None else _LAYER_NAMES
+    part_name = names.get(part) or known.get(part)
+    if part_name is None:
+        return None
+    prefix = "" if layer is None else f"{names.get('blk', 'model.layers')}.{layer}."
+    return f"{prefix}{part_name}.{kind}"
 
 
 class GGUFCheckpoint:
-    """The tensors of one GGUF file.
+    """The tensors of a GGUF file, or of all files of a split one, whose first is ``path``.
 
     Raises:
-        ModelLoadError: not a GGUF, damaged or cut short, or a storage type that cannot be read.
+        ModelLoadError: not a GGUF, damaged or cut short, or a storage type that is not known.
     """
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
-        self._file = GGUFFile(path, arrays=False)
-        self._data = map_data(self._file)
+        self._path = path
+        file = open_gguf(path)
+        self._files = map_data(file.tensors.values())
+        names = family_of(config.architecture).GGUF_NAMES
         self._tensors = {
             hf_name: tensor
-            for name, tensor in self._file.tensors.items()
-            if (hf_name := hugging_face_name(name)) is not None
+            for name, tensor in file.tensors.items()
+            if (hf_name := hugging_face_name(name, names)) is not None
         }
         self._interleaved_heads: dict[str, int] = {}
-        if self._file.metadata.get("general.architecture") == "llama":
+        if GGUF_ARCHITECTURES[file.metadata["general.architecture"]].interleaved:
             self._interleaved_heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
 
     def names(self) -> set[str]:
@@ -80,21 +95,28 @@ class GGUFCheckpoint:
         return self._tensor(name).shape
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
-        values = self._in_order(name, read_tensor(self._data, self._file, self._tensor(name)))
+        tensor = self._tensor(name)
+        self._advise(tensor, mmap.MADV_WILLNEED)
+        values = self._in_order(name, read_values(stored_rows(self._files, tensor), tensor))
         return np.require(values, dtype=np.float32, requirements=["C", "A"])
 
     def format(self, name: str) -> str:
-        from gguf.constants import GGMLQuantizationType
-
-        stored_as = GGMLQuantizationType(self._tensor(name).type_id).name.lower()
-        return _FLOAT_NAMES.get(stored_as, stored_as)
+        return format_of(self._tensor(name))
 
     def num_bytes(self, name: str) -> int:
-        return _num_bytes(self._file, self._tensor(name))
+        return num_bytes(self._tensor(name))
 
     def read_stored(self, name: str) -> StoredRows:
-        rows = stored_bytes(self._data, self._file, self._tensor(name))
-        return StoredRows(self.format(name), self._in_order(name, rows))
+        tensor = self._tensor(name)
+        self._advise(tensor, mmap.MADV_WILLNEED)
+        rows = stored_rows(self._files, tensor)
+        return StoredRows(rows.format, self._in_order(name, rows.data))
+
+    def release(self, name: str) -> None:
+        self._advise(self._tensor(name), mmap.MADV_DONTNEED)
+
+    def _advise(self, tensor: GGUFTensor, advice: int) -> None:
+        advise(self._files[tensor.path], advice, tensor.offset, num_bytes(tensor))
 
     def _in_order(self, name: str, rows: npt.NDArray[T]) -> npt.NDArray[T]:
         """Hugging Face's order of a tensor's rows."""
@@ -103,64 +125,79 @@ class GGUFCheckpoint:
 
     def _tensor(self, name: str) -> GGUFTensor:
         if name not in self._tensors:
-            raise ModelLoadError(f"The weights in {self._file.path} lack the tensor {name}.")
+            raise ModelLoadError(f"The weights in {self._path} lack the tensor {name}.")
         return self._tensors[name]
 
 
-def map_data(file: GGUFFile) -> npt.NDArray[np.uint8]:
-    """Maps a file's bytes, uint8 [size], and checks that every tensor lies inside and can be read."""
-    for tensor in file.tensors.values():
-        if tensor.offset + _num_bytes(file, tensor) > file.size:
+def map_data(tensors: Iterable[GGUFTensor]) -> dict[Path, mmap.mmap]:
+    """Maps the files of some tensors, and checks that each lies inside and is of a known type.
+
+    Raises:
+        ModelLoadError: one does not or is not, or a file cannot be read.
+    """
+    files: dict[Path, mmap.mmap] = {}
+    for tensor in tensors:
+        path = tensor.path
+        try:
+            if path not in files:
+                with open(path, "rb") as file:
+                    files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}.") from error
+        size = len(files[path])
+        if tensor.offset + num_bytes(tensor) > size:
             raise ModelLoadError(
-                f"{file.path} is cut short: it ends after {file.size} bytes, before the tensor "
-                f"{tensor.name} is complete. Fetch the file again."
+                f"{path} is cut short: it ends after {size} bytes, before the tensor {tensor.name} is "
+                "complete. Fetch the file again."
             )
-    return np.memmap(file.path, dtype=np.uint8, mode="r")
+    return files
 
 
-def stored_bytes(data: npt.NDArray[np.uint8], file: GGUFFile, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
-    """A tensor of a mapped file as stored, uint8 [*rows, bytes of a row]: a view."""
-    stored = data[tensor.offset : tensor.offset + _num_bytes(file, tensor)]
-    return stored.reshape(*tensor.shape[:-1], -1) if tensor.shape else stored
+def stored_rows(files: Mapping[Path, mmap.mmap], tensor: GGUFTensor) -> StoredRows:
+    """A tensor of mapped files as stored, its bytes uint8 [*rows, bytes of a row]: a view."""
+    data = np.frombuffer(files[tensor.path], np.uint8, count=num_bytes(tensor), offset=tensor.offset)
+    return StoredRows(format_of(tensor), data.reshape(*tensor.shape[:-1], -1) if tensor.shape else data)
 
 
-def read_tensor(data: npt.NDArray[np.uint8], file: GGUFFile, tensor: GGUFTensor) -> npt.NDArray[np.float32]:
-    """A tensor of a mapped file as float32, in the file's own row order."""
+def format_of(tensor: GGUFTensor) -> str:
+    """How a tensor is stored: ``"float32"``, ``"q4_1"``, ..."""
     from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize
 
-    try:
-        values = dequantize(stored_bytes(data, file, tensor), GGMLQuantizationType(tensor.type_id))
-    except NotImplementedError as error:
-        raise _unsupported(file, tensor) from error
-    return values.reshape(tensor.shape)
+    stored_as = GGMLQuantizationType(tensor.type_id).name.lower()
+    return _FLOAT_NAMES.get(stored_as, stored_as)
 
 
-def _num_bytes(file: GGUFFile, tensor: GGUFTensor) -> int:
+def read_values(rows: StoredRows, tensor: GGUFTensor) -> npt.NDArray[np.float32]:
+    """A tensor's values from its stored rows; a view of the file if that holds them as float32.
+
+    Raises:
+        ModelLoadError: the type cannot be dequantised.
+    """
+    flat = StoredRows(rows.format, rows.data.reshape(-1, rows.data.shape[-1]))
+    return to_float32(flat, f"{tensor.name} in {tensor.path}").reshape(tensor.shape)
+
+
+def num_bytes(tensor: GGUFTensor) -> int:
+    """Bytes that a tensor takes in its file.
+
+    Raises:
+        ModelLoadError: a type that is not known, or rows that it cannot have.
+    """
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
         block_size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type_id)]
     except (ValueError, KeyError) as error:
-        raise _unsupported(file, tensor) from error
+        raise ModelLoadError(
+            f"{tensor.path}: the tensor {tensor.name} has GGML type number {tensor.type_id}, which is not "
+            "supported."
+        ) from error
     if tensor.shape and tensor.shape[-1] % block_size:
         raise ModelLoadError(
-            f"{file.path}: the tensor {tensor.name} has rows of {tensor.shape[-1]} elements, not a multiple "
-            f"of its block of {block_size}."
+            f"{tensor.path}: the tensor {tensor.name} has rows of {tensor.shape[-1]} elements, not a "
+            f"multiple of its block of {block_size}."
         )
     return tensor.num_elements // block_size * block_bytes
-
-
-def _unsupported(file: GGUFFile, tensor: GGUFTensor) -> ModelLoadError:
-    from gguf.constants import GGMLQuantizationType
-
-    try:
-        type_name = GGMLQuantizationType(tensor.type_id).name
-    except ValueError:
-        type_name = f"number {tensor.type_id}"
-    return ModelLoadError(
-        f"{file.path}: the tensor {tensor.name} has GGML type {type_name}, which is not supported."
-    )
 
 
 def _uninterleave(values: npt.NDArray[T], num_heads: int) -> npt.NDArray[T]:

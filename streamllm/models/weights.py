@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
-from tqdm import tqdm
 
 from streamllm.errors import ModelLoadError
 from streamllm.models.checkpoint import Checkpoint
-from streamllm.ops import Matrix, Ops, RMSNorm
+from streamllm.models.loading_progress import LoadingProgress
+from streamllm.ops import ExpertMatrices, LayerNorm, Matrix, Ops, RMSNorm, Vector
 from streamllm.ops.stored_rows import StoredRows
 
 logger = logging.getLogger("streamllm.models")
@@ -21,51 +21,102 @@ WeightMode = Literal["float32", "packed"]
 """``"float32"``: matrices are dequantised. ``"packed"``: those in a format that the backend's kernels read
 stay as the file holds them."""
 
+_EXACT_IN_BFLOAT16 = frozenset({"mxfp4"})
+"""Formats whose numbers are all bfloat16 numbers: where their own kernel is missing, but not bfloat16's, they
+become that rather than float32."""
 
-class WeightLoader:
-    """Builds weights for ``ops`` from named tensors, one tensor in memory at a time.
+
+class WeightLoader(Protocol):
+    """What a family's ``load_weights`` takes its weights from. Names of tensors are Hugging Face's, without
+    ``.weight`` or ``.bias``.
+
+    Raises:
+        ModelLoadError: a tensor is missing, has another shape than the config says, or cannot be read.
+    """
+
+    def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, bias: bool = False) -> Matrix:
+        """One matrix from the layers ``(name, rows)``, stacked row-wise; ``bias`` if they have one each."""
+
+    def experts(
+        self, experts: Sequence[Sequence[tuple[str, int]]], columns: int, *, bias: bool = False
+    ) -> ExpertMatrices:
+        """A matrix an expert, each from its layers as :meth:`linear` takes them, all with equally many
+        rows."""
+
+    def rms_norm(self, name: str, size: int, eps: float, *, offset: float = 0.0) -> RMSNorm:
+        """A norm whose factors are ``weight + offset`` (Gemma's files hold them less 1)."""
+
+    def layer_norm(self, name: str, size: int, eps: float, *, affine: bool = True) -> LayerNorm:
+        """A norm; without ``affine`` it has no tensors, its weights being 1 and its biases 0."""
+
+    def vector(self, name: str, size: int) -> Vector:
+        """A tensor of one dimension, by its whole name."""
+
+
+class CheckpointLoader:
+    """Builds weights for ``ops`` from a checkpoint, one tensor in memory at a time (a
+    :class:`WeightLoader`).
 
     Args:
-        progress: show a bar (only where stderr is a terminal).
+        progress: is told what has been read.
         weight_mode: what becomes of matrices; vectors (norms, biases) are float32 always.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, ops: Ops, *, progress: bool, weight_mode: WeightMode = "float32"
+        self,
+        checkpoint: Checkpoint,
+        ops: Ops,
+        *,
+        progress: LoadingProgress,
+        weight_mode: WeightMode = "float32",
     ):
         self._checkpoint = checkpoint
         self._ops = ops
         self._packed_formats = _kept_formats(ops.packed_formats, weight_mode)
         self._dequantised: set[str] = set()
-        self._bar = tqdm(
-            total=len(checkpoint.names()),
-            desc="Loading weights",
-            unit="tensor",
-            leave=False,
-            disable=None if progress else True,
-        )
+        self._progress = progress
 
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, bias: bool = False) -> Matrix:
-        """One matrix from the layers ``(name, rows)``, stacked row-wise; ``bias`` if they have one each."""
-        biases = [self._read(f"{name}.bias", (rows,)) for name, rows in parts] if bias else []
         return self._ops.matrix(
             sum(rows for _, rows in parts),
             columns,
             self._read_parts(parts, columns),
-            np.concatenate(biases) if biases else None,
+            self._read_biases(parts) if bias else None,
         )
 
-    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(self._ops.vector(self._read(f"{name}.weight", (size,))), size, eps)
+    def experts(
+        self, experts: Sequence[Sequence[tuple[str, int]]], columns: int, *, bias: bool = False
+    ) -> ExpertMatrices:
+        return self._ops.expert_matrices(
+            sum(rows for _, rows in experts[0]),
+            columns,
+            (self._read_parts(parts, columns) for parts in experts),
+            np.stack([self._read_biases(parts) for parts in experts]) if bias else None,
+        )
 
-    def close(self) -> None:
-        self._bar.close()
+    def rms_norm(self, name: str, size: int, eps: float, *, offset: float = 0.0) -> RMSNorm:
+        weight = self._read(f"{name}.weight", (size,))
+        return RMSNorm(self._ops.vector(weight + np.float32(offset) if offset else weight), size, eps)
+
+    def layer_norm(self, name: str, size: int, eps: float, *, affine: bool = True) -> LayerNorm:
+        if not affine:
+            ones, zeros = np.ones(size, np.float32), np.zeros(size, np.float32)
+            return LayerNorm(self._ops.vector(ones), self._ops.vector(zeros), size, eps)
+        weight, bias = self.vector(f"{name}.weight", size), self.vector(f"{name}.bias", size)
+        return LayerNorm(weight, bias, size, eps)
+
+    def vector(self, name: str, size: int) -> Vector:
+        return self._ops.vector(self._read(name, (size,)))
+
+    def _read_biases(self, parts: Sequence[tuple[str, int]]) -> np.ndarray:
+        return np.concatenate([self._read(f"{name}.bias", (rows,)) for name, rows in parts])
 
     def _read_parts(
         self, parts: Sequence[tuple[str, int]], columns: int
     ) -> Iterator[np.ndarray | StoredRows]:
         for name, rows in parts:
             yield self._read_matrix(f"{name}.weight", (rows, columns))
+            self._checkpoint.release(f"{name}.weight")
 
     def _read_matrix(self, name: str, shape: tuple[int, int]) -> np.ndarray | StoredRows:
         if not self._packed_formats:
@@ -73,21 +124,23 @@ class WeightLoader:
         stored_as = self._checkpoint.format(name)
         if stored_as in self._packed_formats:
             self._check_shape(name, self._checkpoint.shape(name), shape)
-            self._bar.update()
+            self._progress.add(self._checkpoint.num_bytes(name))
             return self._checkpoint.read_stored(name)
+        becomes = _dequantised_format(stored_as, self._packed_formats)
         if stored_as != "float32" and stored_as not in self._dequantised:
             self._dequantised.add(stored_as)
             logger.warning(
-                "there is no kernel for weights of type %s (%s and maybe others): they become float32, which "
+                "there is no kernel for weights of type %s (%s and maybe others): they become %s, which "
                 "takes more memory and time",
-                stored_as, name,
+                stored_as, name, becomes,
             )  # fmt: skip
-        return self._read(name, shape)
+        values = self._read(name, shape)
+        return _upper_halves(values) if becomes == "bfloat16" else values
 
     def _read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         tensor = self._checkpoint.read(name)
         self._check_shape(name, tensor.shape, shape)
-        self._bar.update()
+        self._progress.add(self._checkpoint.num_bytes(name))
         return tensor
 
     @staticmethod
@@ -103,7 +156,8 @@ def weight_bytes(
     *,
     dense_itemsize: int = 4,
 ) -> int:
-    """Memory that a model's weights will take, but for the padding of matrices to whole panels.
+    """Memory that a model's weights will take, but for the padding of matrices to whole panels and for the
+    scales that GGML's K types hold packed (up to 4 %).
 
     Args:
         packed_formats: those of the backend (``Ops.packed_formats``) that stay as they are.
@@ -113,12 +167,24 @@ def weight_bytes(
     total = 0
     for name in checkpoint.names():
         shape = checkpoint.shape(name)
-        is_matrix = len(shape) == 2
-        if is_matrix and checkpoint.format(name) in kept:
+        if len(shape) != 2:
+            total += 4 * math.prod(shape)
+        elif (stored_as := checkpoint.format(name)) in kept:
             total += checkpoint.num_bytes(name)
         else:
-            total += (dense_itemsize if is_matrix else 4) * math.prod(shape)
+            is_halved = _dequantised_format(stored_as, kept) == "bfloat16"
+            total += (2 if is_halved else dense_itemsize) * math.prod(shape)
     return total
+
+
+def _dequantised_format(stored_as: str, kept: Collection[str]) -> Literal["float32", "bfloat16"]:
+    """What becomes of a matrix in a format without a kernel."""
+    return "bfloat16" if stored_as in _EXACT_IN_BFLOAT16 and "bfloat16" in kept else "float32"
+
+
+def _upper_halves(values: np.ndarray) -> StoredRows:
+    """float32 rows of bfloat16 numbers as those."""
+    return StoredRows("bfloat16", (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8))
 
 
 def _kept_formats(packed_formats: Collection[str], weight_mode: WeightMode) -> frozenset[str]:

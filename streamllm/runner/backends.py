@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from streamllm.errors import ModelLoadError
 from streamllm.models.kv_layout import kv_layout
+from streamllm.models.loading_progress import LoadingProgress
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.registry import Family, family_of
-from streamllm.models.weights import WeightLoader, WeightMode
+from streamllm.models.tensor_shapes import expected_shapes
+from streamllm.models.transformers_config import TransformersConfig
+from streamllm.models.weights import CheckpointLoader, WeightMode
 from streamllm.ops import Ops
-from streamllm.ops.cpu_plan import CompiledPlan, CpuOps, PlanBuffer
+from streamllm.ops.cpu_plan import CpuOps
 from streamllm.ops.kv_cache import KVCache
+from streamllm.ops.plan_recorder import CompiledPlan, PlanBuffer
 from streamllm.ops.step_inputs import SamplingBuffers, StepInputs
 from streamllm.runner import sampler
 from streamllm.runner.messages import ScheduledBatch
@@ -285,11 +289,23 @@ def load_model(
     Raises:
         ModelLoadError: the model is not supported, its files are broken, or memory is too small.
     """
+    if isinstance(config, TransformersConfig):
+        from streamllm.models import transformers_model
+
+        num_bytes = sum(map(checkpoint.num_bytes, checkpoint.names()))
+        model = transformers_model.load_model(
+            config, cast(Any, backend.ops), num_bytes=num_bytes, progress=progress
+        )
+        return LoadedModel(cast(Family, transformers_model), backend, model)
     family = family_of(config.architecture)
-    loader = WeightLoader(checkpoint, backend.ops, progress=progress, weight_mode=weight_mode)
+    total_bytes = sum(checkpoint.num_bytes(name) for name in expected_shapes(config))
+    loading = LoadingProgress(total_bytes, show=progress)
+    loader = CheckpointLoader(checkpoint, backend.ops, progress=loading, weight_mode=weight_mode)
     try:
-        return LoadedModel(family, backend, family.load_weights(loader, config))
+        model = family.load_weights(loader, config)
     except MemoryError as error:
         raise ModelLoadError("Not enough memory for the model's weights; use a smaller model.") from error
     finally:
-        loader.close()
+        loading.close()
+    loading.finish()
+    return LoadedModel(family, backend, model)

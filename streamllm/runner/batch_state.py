@@ -34,6 +34,7 @@ class BatchState:
         self._slot_of: dict[int, int] = {}
         self._sequence_ids: list[int] = [-1] * max_num_seqs
         self._num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
+        self._angle_length = np.zeros(max_num_seqs, np.int32)
         self._temperature = np.zeros(max_num_seqs, np.float32)
         self._top_k = np.zeros(max_num_seqs, np.int32)
         self._top_p = np.ones(max_num_seqs, np.float32)
@@ -141,10 +142,11 @@ class BatchState:
             addresses = self._block_addresses[group]
             inputs.block_tables[group, : inputs.num_sequences] = [addresses[row.slot] for row in batch.rows]
 
-    def prompt_lengths(self, batch: ScheduledBatch) -> np.ndarray:
-        """For each token of the step the length of its sequence's prompt, int32 ``[num_tokens]``."""
+    def angle_lengths(self, batch: ScheduledBatch) -> np.ndarray:
+        """For each token of the step the length that its sequence has at least for embeddings whose angles
+        depend on it: its prompt's, or that at which it started over; int32 ``[num_tokens]``."""
         slots = [row.slot for row in batch.rows]
-        return np.repeat(self._num_prompt_tokens[slots], [row.num_tokens for row in batch.rows])
+        return np.repeat(self._angle_length[slots], [row.num_tokens for row in batch.rows])
 
     def fill_outputs(self, batch: ScheduledBatch, inputs: StepInputs, sampling: SamplingBuffers) -> None:
         """Writes the sampling's arrays, one entry for each of ``batch.output_rows``: those of grammars and
@@ -219,6 +221,7 @@ class BatchState:
         self._slot_of[sequence.sequence_id] = slot
         self._sequence_ids[slot] = sequence.sequence_id
         self._num_prompt_tokens[slot] = sequence.num_prompt_tokens
+        self._angle_length[slot] = max(sequence.num_prompt_tokens, sequence.restart_length)
         self._temperature[slot] = params.temperature
         self._top_k[slot] = params.top_k
         self._top_p[slot] = params.top_p

@@ -49,6 +49,8 @@ class NewSequence:
         num_prompt_tokens: where output begins; random counters start there.
         rules: what its request adds to the logits and forbids among them, if anything.
         logprobs_mode: which values are reported as logprobs.
+        restart_length: its length when it started over because its keys were to have other angles: those of
+            a sequence at least so long; 0: it has not.
     """
 
     slot: int
@@ -63,6 +65,7 @@ class NewSequence:
     num_prompt_tokens: int
     rules: TokenRules | None = None
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
+    restart_length: int = 0
 
 
 @dataclass(slots=True)

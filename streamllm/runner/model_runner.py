@@ -125,10 +125,10 @@ class ModelRunner:
         self._max_num_batched_tokens = max_num_batched_tokens
         max_outputs = max(max_num_seqs, SLICE_ROWS)
         self._rope = RopeTable(
-            model_config.rope, max_model_len, max_dynamic_rows=max(2 * max_num_batched_tokens, 4096)
+            model_config.ropes, max_model_len, max_dynamic_rows=max(2 * max_num_batched_tokens, 4096)
         )
         if loaded is None:
-            made = _make_backend(backend, threads, max_num_batched_tokens, max_outputs)
+            made = _make_backend(backend, model_config, threads, max_num_batched_tokens, max_outputs)
             loaded = load_model(model_config, made, checkpoint, progress, weight_mode)
         self._backend = loaded.backend
         kv_cache = self._backend.make_cache(
@@ -346,7 +346,7 @@ class ModelRunner:
     def _fill_dynamic_rope(self, batch: ScheduledBatch) -> None:
         """Turns positions into rows of angles that depend on the sequence's length too."""
         positions = self._inputs.rope_rows[: self._inputs.num_tokens]
-        lengths = np.maximum(self._state.prompt_lengths(batch), positions + 1)
+        lengths = np.maximum(self._state.angle_lengths(batch), positions + 1)
         positions[:] = self._rope.rows(positions, lengths)
         self._inputs.rope_version = self._rope.version
 
@@ -360,7 +360,11 @@ class ModelRunner:
         )
 
 
-def _make_backend(name: str, threads: int, max_tokens: int, max_outputs: int) -> Backend:
+def _make_backend(name: str, config: ModelConfig, threads: int, max_tokens: int, max_outputs: int) -> Backend:
+    if name == "cpu" and config.through_transformers:
+        from streamllm.runner.transformers_backend import TransformersBackend
+
+        return TransformersBackend(threads=threads, max_tokens=max_tokens, max_outputs=max_outputs)
     if name == "cpu":
         return PlanBackend(threads=threads, max_tokens=max_tokens, max_outputs=max_outputs)
     if name == "torch":
@@ -381,8 +385,9 @@ def check_supported(config: ModelConfig) -> None:
         raise ModelLoadError(
             f"num_heads {config.num_heads} is not a multiple of num_kv_heads {config.num_kv_heads}."
         )
-    if config.rope.rotary_dim % 2 or not 0 < config.rope.rotary_dim <= config.head_dim:
-        raise ModelLoadError(
-            f"rotary_dim {config.rope.rotary_dim} is not supported; it must be even and at most head_dim "
-            f"{config.head_dim}."
-        )
+    for rope in config.ropes:
+        if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= config.head_dim:
+            raise ModelLoadError(
+                f"rotary_dim {rope.rotary_dim} is not supported; it must be even and at most head_dim "
+                f"{config.head_dim}."
+            )

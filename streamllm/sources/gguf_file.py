@@ -31,12 +31,14 @@ class GGUFTensor:
         name: the name in the file, such as ``"blk.0.attn_q.weight"``.
         shape: in numpy's order (rows first; GGUF itself stores the fastest dimension first).
         type_id: GGML's number of the storage type (``gguf.GGMLQuantizationType``).
+        path: of the file.
         offset: of the first byte, from the start of the file.
     """
 
     name: str
     shape: tuple[int, ...]
     type_id: int
+    path: Path
     offset: int
 
     @property
@@ -99,7 +101,39 @@ class GGUFFile:
             raise ValueError(f"alignment {alignment}")
         data_start = -(-reader.offset // alignment) * alignment
         for name, shape, type_id, offset in entries:
-            self.tensors[name] = GGUFTensor(name, shape, type_id, data_start + offset)
+            self.tensors[name] = GGUFTensor(name, shape, type_id, self.path, data_start + offset)
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """The header of a model's file without long arrays; of a split model its first file, with the tensors of
+    all the others.
+
+    Raises:
+        ModelLoadError: as :class:`GGUFFile`; a file of a split model is missing, or ``path`` is not the
+            first.
+    """
+    file = GGUFFile(path, arrays=False)
+    count = file.metadata.get("split.count", 1)
+    if count == 1:
+        return file
+    first = f"-00001-of-{count:05d}.gguf"
+    if not path.name.endswith(first):
+        raise ModelLoadError(
+            f"{path} is one of the {count} files of a split GGUF. Give the first, whose name ends in "
+            f"{first}, and keep the others beside it under their own names."
+        )
+    for number in range(2, count + 1):
+        part = path.with_name(f"{path.name.removesuffix(first)}-{number:05d}-of-{count:05d}.gguf")
+        if not part.is_file():
+            raise ModelLoadError(f"The file {part.name} ({number} of {count}) is missing in {path.parent}.")
+        file.tensors.update(GGUFFile(part, arrays=False).tensors)
+    total = file.metadata.get("split.tensors.count", len(file.tensors))
+    if len(file.tensors) != total:
+        raise ModelLoadError(
+            f"The {count} files of {path} hold {len(file.tensors)} tensors of {total}: they do not belong "
+            "together. Fetch them again."
+        )
+    return file
 
 
 class _Reader:

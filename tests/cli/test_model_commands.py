@@ -256,6 +256,8 @@ def test_a_plan_is_what_loading_does(online: FakeHub, capsys: Any) -> None:
     assert found["kv_cache_dtype"] == "float32"
     assert found["kv_bytes_per_block"] == 16 * found["kv_bytes_per_token"]
     assert dict(found["sequences"])[found["max_model_len"]] == 64 * 16 // found["max_model_len"]
+    small = plan(capsys, REPO, *flags, "--kv-cache-dtype", "int8")
+    assert 0 < small["kv_bytes_per_block"] < 0.4 * found["kv_bytes_per_block"]
 
 
 def test_a_plan_for_a_gpu(online: FakeHub, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

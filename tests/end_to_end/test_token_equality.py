@@ -200,7 +200,14 @@ def test_layers_of_different_windows_agree_with_transformers(budget, tmp_path):
     path = make_tiny_model(
         tmp_path / "model", "qwen2", use_sliding_window=True, sliding_window=24, max_window_layers=1
     )
-    llm = LLM(str(path), dtype="float32", max_num_batched_tokens=budget, debug_kv_blocks=True)
+    llm = LLM(
+        str(path),
+        dtype="float32",
+        max_num_batched_tokens=budget,
+        max_model_len=256,
+        num_kv_blocks=256,
+        debug_kv_blocks=True,
+    )
     reference = load_transformers(path)
     assert len(llm._engine._windows) == 2
     (longest,) = prompts_of([200], reference.config.vocab_size)

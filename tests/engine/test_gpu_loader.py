@@ -108,6 +108,7 @@ def test_an_8_bit_cache_holds_more(start):
     ("settings", "words"),
     [
         ({"kv_cache_dtype": "float16"}, "float16 does not go with float32 activations .* use auto .* or fp8"),
+        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8 is for CPUs in this version; use fp8 on a GPU"),
         ({"max_model_len": 512, "num_gpu_blocks_override": 10}, "--max-model-len 512 does not fit .* 160"),
         ({"memory": FixedMemory(40 * 2**20, step_bytes=39 * 2**20)}, "nothing is left for the KV cache"),
         ({"memory": FixedMemory(10**5)}, r"The weights need .* on the GPU and 97\.7 KiB are free"),
@@ -236,7 +237,7 @@ def test_auto_takes_a_gpu_where_it_can_be_used(with_gpus):
     [
         ({"dtype": "bfloat16"}, "--dtype bfloat16 needs a GPU .* use auto or float32"),
         ({"dtype": "half", "backend": "cpu"}, "--dtype half needs a GPU"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 needs a GPU .* use auto or float32 or float16"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 needs a GPU .* auto or float32 or float16 or int8"),
     ],
 )
 def test_precisions_that_a_cpu_does_not_have_are_refused(with_gpus, settings, words):

@@ -13,6 +13,7 @@ from streamllm.config import EngineConfig
 from streamllm.engine import loader
 from streamllm.engine.async_engine import AsyncEngine
 from streamllm.errors import ConfigError, ModelLoadError
+from streamllm.ops.cpu_plan import CpuOps
 from streamllm.sources.gguf_file import GGUFFile
 
 
@@ -85,13 +86,14 @@ async def test_nodes_that_memory_cannot_be_spread_over_are_warned_of(model, star
     assert about(await start(model), "NUMA") == []
 
 
-async def test_a_weight_type_without_a_kernel_is_dequantised_and_named(tmp_path, start):
+async def test_a_weight_type_without_a_kernel_is_dequantised_and_named(tmp_path, start, monkeypatch):
+    monkeypatch.setattr(CpuOps, "packed_formats", CpuOps.packed_formats - {"q5_0"})
     save_tiny_gguf(tmp_path / "m.gguf", quantization="Q5_0")
     (warning,) = about(await start(tmp_path / "m.gguf"), "kernel for")
     assert "q5_0" in warning and "float32" in warning
 
 
-@pytest.mark.parametrize(("number", "name"), [(99, "number 99"), (24, "I8")])
+@pytest.mark.parametrize(("number", "name"), [(99, "has GGML type number 99"), (24, "type i8")])
 async def test_a_weight_type_that_nothing_reads_is_refused_by_name(tmp_path, start, number, name):
     path = tmp_path / "m.gguf"
     save_tiny_gguf(path)
@@ -102,5 +104,5 @@ async def test_a_weight_type_that_nothing_reads_is_refused_by_name(tmp_path, sta
     data[at : at + 4] = number.to_bytes(4, "little")
     path.write_bytes(data)
     assert GGUFFile(path).tensors["blk.0.ffn_up.weight"].type_id == number
-    with pytest.raises(ModelLoadError, match=rf"blk\.0\.ffn_up\.weight has GGML type {name}"):
+    with pytest.raises(ModelLoadError, match=rf"blk\.0\.ffn_up\.weight .*{name}, which is not"):
         await start(path)

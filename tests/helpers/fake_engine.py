@@ -45,7 +45,7 @@ def make_engine(
             vocab_size=257,
             hidden_size=HIDDEN_SIZE,
             layer_windows=windows,
-            rope=SimpleNamespace(rope_type="default"),
+            ropes=(),
         ),
         tokenizer=tokenizer,
         chat_template=ChatTemplate(tokenizer.chat_template, {}),

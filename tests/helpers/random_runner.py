@@ -6,11 +6,12 @@ import numpy as np
 from helpers.cpu_as_gpu import new_runner
 from helpers.drive import GREEDY
 
-from streamllm.models.model_config import ModelConfig, RopeConfig
+from streamllm.models.llama import LlamaConfig
+from streamllm.models.model_config import RopeConfig
 from streamllm.runner.messages import NewSequence, OutputRow, ScheduledBatch, ScheduledRow
 from streamllm.runner.model_runner import ModelRunner
 
-CONFIG = ModelConfig(
+CONFIG = LlamaConfig(
     architecture="LlamaForCausalLM",
     vocab_size=70,
     hidden_size=32,
@@ -21,7 +22,7 @@ CONFIG = ModelConfig(
     head_dim=16,
     rms_norm_eps=1e-5,
     max_position_embeddings=256,
-    rope=RopeConfig(rope_type="default", theta=10000.0, rotary_dim=16),
+    ropes=(RopeConfig(rope_type="default", theta=10000.0, rotary_dim=16),),
     tie_word_embeddings=True,
     qkv_bias=False,
     attention_out_bias=False,
@@ -36,7 +37,7 @@ CONFIG = ModelConfig(
 class RandomCheckpoint:
     """Random weights of whatever shape the config asks for."""
 
-    def __init__(self, config: ModelConfig, seed: int = 0):
+    def __init__(self, config: LlamaConfig, seed: int = 0):
         kv_width = config.num_kv_heads * config.head_dim
         hidden, inner = config.hidden_size, config.intermediate_size
         shapes = {"model.embed_tokens": (config.vocab_size, hidden), "model.norm": (hidden,)}
@@ -65,8 +66,14 @@ class RandomCheckpoint:
     def read(self, name: str) -> np.ndarray:
         return self.tensors[name]
 
+    def num_bytes(self, name: str) -> int:
+        return self.tensors[name].nbytes
 
-def make_runner(checkpoint=None, config: ModelConfig = CONFIG, **changes) -> ModelRunner:
+    def release(self, name: str) -> None:
+        pass
+
+
+def make_runner(checkpoint=None, config: LlamaConfig = CONFIG, **changes) -> ModelRunner:
     settings = {
         "block_size": 16,
         "num_blocks": 32,

@@ -69,7 +69,8 @@ class RowRules:
 
 def native_sample(logits: np.ndarray, vocab_size: int, sampling: SamplingBuffers) -> None:
     """The native sampler on float32 ``logits [rows, stride]``."""
-    from streamllm.ops.cpu_plan import CpuOps, PlanBuffer
+    from streamllm.ops.cpu_plan import CpuOps
+    from streamllm.ops.plan_recorder import PlanBuffer
 
     ops = CpuOps(threads=2, max_tokens=1, max_outputs=len(logits))
     ops.sample(PlanBuffer(True, vocab_size, logits.shape[1], logits.ctypes.data), vocab_size, sampling)

@@ -52,7 +52,7 @@ def test_every_kernel_is_measured(options, name):
     assert "error" not in result
     kernels = {row["kernel"] for row in result["rows"]}
     assert {"rms_norm", "act_and_mul", "rotary_and_cache", "paged_decode", "paged_prefill"} <= kernels
-    assert {"copy_blocks", "sample"} <= kernels
+    assert {"copy_blocks", "sample", "experts"} <= kernels
     quantised = {"linear, torch", "linear q4_0", "linear q8_0", "linear int8", "linear float8_e4m3"}
     assert (quantised & kernels) == (quantised if name == "triton" else set())
     for row in result["rows"]:
@@ -69,7 +69,7 @@ def test_cuda_kernels_take_what_is_measured():
     done = set()
     for source in maker.cases():
         case = source()
-        if case.work.kernel != "paged_prefill":  # Triton's
+        if case.work.kernel not in ("paged_prefill", "experts"):  # Triton's
             for launch in case.launches:
                 launch()
             done.add(case.work.kernel)
@@ -86,6 +86,8 @@ def test_work_is_counted_as_it_is():
     prefill = maker.prefill(5, 30, 2).work
     assert prefill.operations == 4 * 2 * (26 + 27 + 28 + 29 + 30) * 4 * 16
     assert maker.copy_blocks().work.bytes == 2 * 2 * 4 * (2 * 16 * 16 * 2)
+    experts = maker.experts(1).work
+    assert experts.bytes == (2 * 3 * 24 * 64 + 2 * 64) * 2 and experts.operations == 2 * 2 * 3 * 24 * 64
     product = maker.product("bfloat16", 3).work
     assert product.bytes == (192 * 64 + 3 * (192 + 64)) * 2 and product.operations == 2 * 3 * 192 * 64
     assert LLAMA_8B.step_weights + 128256 * 4096 == pytest.approx(8.03e9, rel=1e-3)

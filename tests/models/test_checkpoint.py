@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from helpers.tiny_models import FAMILIES, load_reference, make_tiny_model
 from safetensors.torch import load_file, save_file
 
 from streamllm.errors import ModelLoadError
-from streamllm.models.checkpoint import Checkpoint, expected_shapes, open_checkpoint
+from streamllm.models.checkpoint import Checkpoint, open_checkpoint
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.rope import inverse_frequencies
+from streamllm.models.tensor_shapes import expected_shapes
 from streamllm.sources import ModelFiles
+from streamllm.sources.gguf_file import open_gguf
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -169,12 +172,11 @@ def test_missing_weights(tmp_path: Path) -> None:
 
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": []}')
-    with pytest.raises(ModelLoadError, match="is not an index of safetensors shards"):
+    with pytest.raises(ModelLoadError, match="is not an index of a model's shards"):
         open_checkpoint(files, config)
 
     index.unlink()
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ModelLoadError, match=r"has no weights: .*convert them to safetensors"):
+    with pytest.raises(ModelLoadError, match=r"has no weights: neither .* nor pytorch_model\.bin"):
         open_checkpoint(files, config)
 
 
@@ -260,7 +262,7 @@ def test_every_damaged_byte_of_a_gguf_header_is_a_clean_error(tmp_path: Path) ->
     ("name", "value", "message"),
     [
         ("rope.scaling.type", "longrope", "rope scaling 'longrope' is not supported"),
-        ("expert_count", 8.0, "mixture-of-experts"),
+        ("expert_count", 8.0, r"lack the tensor blk\.0\.ffn_down_exps\.weight"),
         ("rope.freq_base", float("nan"), r"llama\.rope\.freq_base must be a number, got nan"),
     ],
 )
@@ -273,11 +275,11 @@ def test_gguf_metadata_that_cannot_be_honoured(tmp_path: Path, name: str, value:
 
 def test_gguf_of_another_architecture_or_none(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(path, "gpt2")
+    writer = gguf.GGUFWriter(path, "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ModelLoadError, match="architecture 'gpt2' is not supported; supported are llama"):
+    with pytest.raises(ModelLoadError, match="architecture 'mamba' is not supported; supported are llama"):
         ModelConfig.from_files(gguf_files(path))
     path.write_bytes(b"PK\x03\x04" + bytes(100))
     with pytest.raises(ModelLoadError, match="is not a GGUF file"):
@@ -303,8 +305,8 @@ def test_gguf_yarn(tmp_path: Path) -> None:
     from_folder = ModelConfig.from_files(folder_files(folder))
 
     assert config.context_length == from_folder.context_length == 2048
-    assert np.array_equal(inverse_frequencies(config.rope), inverse_frequencies(from_folder.rope))
-    assert config.rope.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
+    assert np.array_equal(inverse_frequencies(config.ropes[0]), inverse_frequencies(from_folder.ropes[0]))
+    assert config.ropes[0].attention_factor == pytest.approx(0.1 * np.log(4) + 1)
 
 
 def test_gguf_frequency_factors_are_llama3s_scaling(tmp_path: Path) -> None:
@@ -319,15 +321,15 @@ def test_gguf_frequency_factors_are_llama3s_scaling(tmp_path: Path) -> None:
         "rope_theta": 10000.0,
     }
     make_tiny_model(folder, rope_parameters=llama3, head_dim=64)
-    expected = inverse_frequencies(ModelConfig.from_files(folder_files(folder)).rope)
+    expected = inverse_frequencies(ModelConfig.from_files(folder_files(folder)).ropes[0])
 
     save_tiny_gguf(tmp_path / "plain.gguf", head_dim=64)
     reader = gguf.GGUFReader(tmp_path / "plain.gguf")
     copy_with_tensor(reader, path, "rope_freqs.weight", converter_factors(64, 10000.0, llama3))
     config, checkpoint = load(gguf_files(path))
 
-    np.testing.assert_allclose(inverse_frequencies(config.rope), expected, rtol=3e-7)
-    assert not np.array_equal(config.rope.frequency_factors, np.ones(32))
+    np.testing.assert_allclose(inverse_frequencies(config.ropes[0]), expected, rtol=3e-7)
+    assert not np.array_equal(config.ropes[0].frequency_factors, np.ones(32))
     assert not checkpoint.has("rope_freqs.weight")
 
 
@@ -351,16 +353,73 @@ def converter_factors(dim: int, base: float, scaling: dict[str, Any]) -> np.ndar
 
 def copy_with_tensor(reader: Any, path: Path, name: str, values: np.ndarray) -> None:
     writer = gguf.GGUFWriter(path, "llama")
+    add_fields(writer, reader)
+    writer.add_tensor(name, values)
+    write(writer, reader.tensors)
+
+
+def add_fields(writer: Any, reader: Any) -> None:
     for key, field in reader.fields.items():
         if not key.startswith("GGUF.") and key != "general.architecture" and len(field.types) == 1:
             writer.add_key_value(key, field.contents(), field.types[0])
-    writer.add_tensor(name, values)
-    for tensor in reader.tensors:
+
+
+def write(writer: Any, tensors: Iterable[Any]) -> None:
+    for tensor in tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def split_gguf(path: Path, count: int, tensors: Sequence[Any] | None = None) -> Path:
+    """Cuts a file as llama-gguf-split does: the first part has all metadata (here: and no tensor)."""
+    reader = gguf.GGUFReader(path)
+    tensors = reader.tensors if tensors is None else tensors
+    size = -(-len(tensors) // (count - 1))
+    parts = [path.with_name(f"m-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+    for number, part in enumerate(parts):
+        writer = gguf.GGUFWriter(part, "llama")
+        if number == 0:
+            add_fields(writer, reader)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        write(writer, tensors[(number - 1) * size : number * size] if number else [])
+    return parts[0]
+
+
+def test_a_split_gguf_is_the_model_that_it_was_cut_from(tmp_path: Path) -> None:
+    model = save_tiny_gguf(tmp_path / "whole.gguf", quantization="Q8_0")
+    first = split_gguf(tmp_path / "whole.gguf", 3)
+    whole_config, whole = load(gguf_files(tmp_path / "whole.gguf"))
+    config, checkpoint = load(gguf_files(first))
+    assert config == whole_config and checkpoint.names() == whole.names()
+    assert_equal_to(model, config, checkpoint, atol=6e-3)
+    for name in whole.names():
+        assert checkpoint.num_bytes(name) == whole.num_bytes(name)
+        assert np.array_equal(checkpoint.read_stored(name).data, whole.read_stored(name).data)
+        checkpoint.release(name)
+        assert np.array_equal(checkpoint.read(name), whole.read(name))
+
+
+def test_a_split_gguf_that_is_not_whole(tmp_path: Path) -> None:
+    save_tiny_gguf(tmp_path / "whole.gguf")
+    first = split_gguf(tmp_path / "whole.gguf", 3)
+    second, third = (first.with_name(f"m-0000{number}-of-00003.gguf") for number in (2, 3))
+    with pytest.raises(ModelLoadError, match=r"one of the 3 files of a split GGUF\. Give the first"):
+        open_gguf(second)
+    content = third.read_bytes()
+    third.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ModelLoadError, match=r"m-00003-of-00003\.gguf is cut short"):
+        load(gguf_files(first))
+    third.write_bytes(second.read_bytes())
+    with pytest.raises(ModelLoadError, match="they do not belong together"):
+        load(gguf_files(first))
+    third.unlink()
+    with pytest.raises(ModelLoadError, match=r"m-00003-of-00003\.gguf \(3 of 3\) is missing"):
+        load(gguf_files(first))
 
 
 def test_the_default_model_is_complete(default_model_path: Path) -> None:

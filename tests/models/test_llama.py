@@ -1,4 +1,4 @@
-"""The Llama families against transformers, on all backends, and against themselves bit for bit."""
+"""Llama: dynamic rotary embeddings against transformers, and results against themselves bit for bit."""
 
 from __future__ import annotations
 
@@ -40,17 +40,11 @@ CONFIGS = {
         **SIZES, head_dim=8, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ),
     "mistral": lambda: transformers.MistralConfig(**SIZES, head_dim=16, sliding_window=24),
-    "qwen2": lambda: transformers.Qwen2Config(**{**SIZES, "hidden_size": 64}, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
     "llama-dynamic": lambda: transformers.LlamaConfig(
         **{**SIZES, "max_position_embeddings": 40},
         head_dim=16,
         rope_scaling={"rope_type": "dynamic", "factor": 4.0},
-    ),
-    "llama-yarn": lambda: transformers.LlamaConfig(
-        **SIZES,
-        head_dim=16,
-        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     ),
 }
 
@@ -72,10 +66,6 @@ class Pair:
 
     def runner(self, backend: str = "cpu", **changes) -> ModelRunner:
         return make_runner(self.files, self.config, backend=backend, **changes)
-
-    def reference_logits(self, tokens: list[int], first: int) -> np.ndarray:
-        with torch.no_grad():
-            return self.reference(torch.tensor([tokens])).logits[0, first:].numpy()
 
 
 def make_runner(files: ModelFiles, config: ModelConfig, **changes) -> ModelRunner:
@@ -113,19 +103,6 @@ def random_prompts(lengths: list[int], vocab_size: int = 320) -> list[list[int]]
 def assert_same_choice(expected: np.ndarray, token: int) -> None:
     """``token`` is the reference's own choice, or within a hair of it."""
     assert expected.max() - expected[token] < 1e-4
-
-
-@pytest.mark.parametrize("backend", ["torch", "cpu", "gpu", "gpu-graphs"])
-@pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"llama-dynamic"}))
-def test_logits_equal_transformers(pair_of, name, backend):
-    pair = pair_of(name)
-    runner = pair.runner(backend)
-    for run in generate(runner, random_prompts([1, 7, 23, 24, 25, 75]), max_tokens=6, budget=50):
-        expected = pair.reference_logits(run.tokens[:-1], len(run.prompt) - 1)
-        np.testing.assert_allclose(np.array(run.logits), expected, atol=1e-4)
-        for row, token in zip(expected, run.output, strict=True):
-            assert_same_choice(row, token)
-    runner.close()
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu", "gpu", "gpu-graphs"])
@@ -180,17 +157,18 @@ def test_seeded_sampling_does_not_depend_on_the_batch(pair_of):
     assert len({tuple(run.output) for run in generate(runner, prompts[:1] * 3, params=params)}) == 3
 
 
-def test_half_precision_cache_is_close(pair_of):
+@pytest.mark.parametrize(("dtype", "close", "same"), [("float16", 0.05, 1e-3), ("int8", 0.3, 0.03)])
+def test_a_smaller_cache_is_close(pair_of, dtype, close, same):
     pair = pair_of("llama")
     prompts = random_prompts([40, 9])
-    exact, half, half_torch = (
+    exact, small, small_torch = (
         generate(pair.runner(backend, kv_cache_dtype=dtype), prompts, max_tokens=1)
-        for backend, dtype in (("cpu", "float32"), ("cpu", "float16"), ("torch", "float16"))
+        for backend, dtype in (("cpu", "float32"), ("cpu", dtype), ("torch", dtype))
     )
-    for one, two, three in zip(exact, half, half_torch, strict=True):
+    for one, two, three in zip(exact, small, small_torch, strict=True):
         assert not np.array_equal(one.logits, two.logits)
-        np.testing.assert_allclose(one.logits, two.logits, atol=0.05)
-        np.testing.assert_allclose(two.logits, three.logits, atol=1e-3)
+        np.testing.assert_allclose(one.logits, two.logits, atol=close)
+        np.testing.assert_allclose(two.logits, three.logits, atol=same)
 
 
 def test_tied_embeddings_are_held_once(pair_of):
@@ -220,6 +198,7 @@ def test_a_contradicting_config_is_named(pair_of):
             )
 
 
+@pytest.mark.slow
 def test_default_model_equals_transformers(default_model_path):
     """The default model's own weights, dequantised, in transformers' Llama."""
     files = ModelFiles(name="default", served_name="default", kind="gguf", path=default_model_path)
@@ -234,7 +213,7 @@ def test_default_model_equals_transformers(default_model_path):
             num_attention_heads=config.num_heads,
             num_key_value_heads=config.num_kv_heads,
             rms_norm_eps=config.rms_norm_eps,
-            rope_theta=config.rope.theta,
+            rope_theta=config.ropes[0].theta,
             tie_word_embeddings=True,
             attn_implementation="eager",
         )

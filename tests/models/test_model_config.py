@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import transformers
 from helpers.tiny_models import FAMILIES, new_tiny_model
 
 from streamllm.errors import ModelLoadError
+from streamllm.models.gguf_config import GGUFFields, read_layer_windows
+from streamllm.models.llama import LlamaConfig
 from streamllm.models.model_config import ModelConfig, RopeConfig
 from streamllm.sources import ModelFiles
 
@@ -48,6 +51,10 @@ def family_fields(family: str) -> dict[str, Any]:
     return {"architectures": [ARCHITECTURES[family]], "model_type": family}
 
 
+def of(architecture: str) -> dict[str, Any]:
+    return {"architectures": [architecture], "model_type": ...}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("present", ["minimal", "null", "full"])
 def test_defaults_are_those_of_transformers(tmp_path: Path, family: str, present: str) -> None:
@@ -79,7 +86,7 @@ def test_defaults_are_those_of_transformers(tmp_path: Path, family: str, present
     )
     assert config.rms_norm_eps == theirs.rms_norm_eps
     assert config.max_position_embeddings == theirs.max_position_embeddings
-    assert config.rope == RopeConfig(
+    assert config.ropes[0] == RopeConfig(
         rope_type="default", theta=theirs.rope_parameters["rope_theta"], rotary_dim=config.head_dim
     )
     assert config.tie_word_embeddings == theirs.tie_word_embeddings
@@ -99,6 +106,73 @@ def test_biases_and_norms_are_those_of_the_model(tmp_path: Path, family: str, fl
     assert config.attention_out_bias == (layer + "self_attn.o_proj.bias" in parameters)
     assert config.mlp_bias == (layer + "mlp.down_proj.bias" in parameters)
     assert config.qk_norm == (layer + "self_attn.q_norm.weight" in parameters)
+
+
+OTHERS = {
+    "ministral": "MinistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+}
+ABSENT = {"num_key_value_heads": ..., "num_hidden_layers": 8, "num_attention_heads": 32}
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+@pytest.mark.parametrize("optional", [{}, ABSENT], ids=["usual", "absent"])
+def test_defaults_of_the_other_families(tmp_path: Path, model_type: str, optional: dict) -> None:
+    config = read(tmp_path, architectures=[OTHERS[model_type]], model_type=model_type, **optional)
+
+    check_defaults(config, transformers.AutoConfig.from_pretrained(tmp_path))
+
+
+def check_defaults(config: ModelConfig, theirs: Any) -> None:
+    assert config.vocab_size == theirs.vocab_size
+    assert (config.num_heads, config.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert config.head_dim == head_dim
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.max_position_embeddings == theirs.max_position_embeddings
+    assert config.tie_word_embeddings == theirs.tie_word_embeddings
+    eos = theirs.eos_token_id if isinstance(theirs.eos_token_id, list) else [theirs.eos_token_id]
+    assert (list(config.eos_token_ids), config.bos_token_id) == (eos, theirs.bos_token_id)
+    window, layer_types = getattr(theirs, "sliding_window", None), getattr(theirs, "layer_types", None)
+    slides = [kind == "sliding_attention" for kind in layer_types or [window and "sliding_attention"]]
+    if layer_types is None:
+        slides *= config.num_layers
+    assert config.layer_windows == tuple(window if slid else None for slid in slides)
+    by_layer = theirs.rope_parameters.get("full_attention")
+    parameters = (
+        [by_layer, theirs.rope_parameters["sliding_attention"]] if by_layer else [theirs.rope_parameters]
+    )
+    for rope, expected in zip(config.ropes, parameters, strict=False):
+        assert (rope.rope_type, rope.theta) == (expected["rope_type"], expected["rope_theta"])
+        assert rope.factor == expected.get("factor", 1.0)
+
+
+@pytest.mark.parametrize("outer", [{}, {"eos_token_id": [1, 106], "tie_word_embeddings": True}])
+def test_the_text_config_of_a_multimodal_config(tmp_path: Path, outer: dict) -> None:
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 7,
+        "sliding_window": 32,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", **outer}
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "text_config": text}))
+
+    config = ModelConfig.from_files(folder_files(tmp_path))
+
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path).text_config
+    theirs.eos_token_id = outer.get("eos_token_id", theirs.eos_token_id)
+    check_defaults(config, theirs)
+    assert config.context_length == 131072  # of which the scaling is a part
 
 
 WINDOWS: list[tuple[str, dict[str, Any], tuple[int | None, ...]]] = [
@@ -153,7 +227,7 @@ def test_rope_of_both_generations_of_configs(tmp_path: Path, scaling: dict, styl
         fields: dict[str, Any] = {"rope_theta": 500000.0, "rope_scaling": scaling}
     else:
         fields = {"rope_parameters": {**scaling, "rope_theta": 500000.0}}
-    rope = read(tmp_path, max_position_embeddings=1024, **fields).rope
+    rope = read(tmp_path, max_position_embeddings=1024, **fields).ropes[0]
 
     theirs = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
     assert rope.rope_type == theirs["rope_type"]
@@ -217,14 +291,19 @@ def test_the_family_of_a_config_without_architectures_is_its_model_type(tmp_path
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (
-        {"architectures": ["GPT2LMHeadModel"]},
-        "GPT2LMHeadModel is not supported; supported are LlamaForCausalLM",
-    ),
-    ({"architectures": ..., "model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+    ({"architectures": ["NoSuchModel"], "model_type": "no-such"}, "no-such"),
+    ({"architectures": ..., "model_type": "no-such"}, "no-such"),
     ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of names"),
-    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
+    ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not supported"),
+    ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "rope type 'spiral' is not supported"),
+    (
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8}},
+        "long_factor must be a list of 8 positive numbers",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 7, "long_factor": [1.0] * 8}},
+        "short_factor must be a list of 8 positive numbers",
+    ),
     ({"rope_scaling": {"rope_type": "linear"}}, "has no factor"),
     ({"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),
@@ -247,6 +326,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "layer type 'linear_attention' is not supported",
     ),
     ({**family_fields("qwen2"), "layer_types": ["sliding_attention"] * 3}, "there is no window"),
+    (
+        {**of("SmolLM3ForCausalLM"), "no_rope_layers": [1, 0]},
+        "no_rope_layers must be a list with 0 or 1 for each of the 3 layers, got [1, 0]",
+    ),
+    (
+        {**of("MinistralForCausalLM"), "sliding_window": None, "layer_types": ["sliding_attention"] * 3},
+        "there is no window: set sliding_window",
+    ),
+    ({**of("Gemma2ForCausalLM"), "sliding_window": None}, "there is no window: set sliding_window"),
+    ({**of("Gemma3ForCausalLM"), "sliding_window_pattern": 0}, "sliding_window_pattern must be a positive"),
+    ({**of("Gemma3ForCausalLM"), "use_bidirectional_attention": True}, "use_bidirectional_attention is not"),
+    (
+        {**of("Gemma3ForCausalLM"), "rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+        "rope_parameters must be an object with full_attention and sliding_attention",
+    ),
+    ({**of("Olmo3ForCausalLM"), "layer_types": "sliding_attention"}, "layer_types must be a list with one"),
+    ({**of("Phi3ForCausalLM"), "partial_rotary_factor": 0.7}, "partial_rotary_factor 0.7"),
+    ({**of("GraniteForCausalLM"), "logits_scaling": 0}, "logits_scaling must be a positive number, got 0"),
 ]
 
 
@@ -256,6 +353,33 @@ def test_refusals_are_one_line_that_names_the_field(tmp_path: Path, fields: dict
         read(tmp_path, **fields)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("window", "pattern", "expected"),
+    [
+        (None, None, (None,) * 4),
+        (0, [True] * 4, (None,) * 4),
+        (8, None, (8, 8, None, 8)),
+        (8, 2, (8, None, 8, None)),
+        (8, 1, (None,) * 4),
+        (8, [False, True, True, False], (None, 8, 8, None)),
+    ],
+)
+def test_windows_of_a_gguf(window: Any, pattern: Any, expected: tuple) -> None:
+    assert read_layer_windows(gguf_fields(window, pattern), 4, period=3) == expected
+
+
+@pytest.mark.parametrize("pattern", [[True], "every other", 0])
+def test_windows_of_a_gguf_that_contradict_its_layers(pattern: Any) -> None:
+    with pytest.raises(ModelLoadError, match=r"m\.gguf: gemma3\.attention\.sliding_window_pattern must be"):
+        read_layer_windows(gguf_fields(8, pattern), 4, period=3)
+
+
+def gguf_fields(window: Any, pattern: Any) -> GGUFFields:
+    values = {"sliding_window": window, "sliding_window_pattern": pattern}
+    metadata = {f"gemma3.attention.{name}": value for name, value in values.items() if value is not None}
+    return GGUFFields(SimpleNamespace(metadata=metadata, path="m.gguf"), "gemma3")
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
@@ -274,7 +398,7 @@ def test_a_folder_without_a_config(tmp_path: Path) -> None:
 
 def test_the_default_models_config(default_model_path: Path) -> None:
     config = ModelConfig.from_files(ModelFiles("", "", "gguf", default_model_path))
-    assert config == ModelConfig(
+    assert config == LlamaConfig(
         architecture="LlamaForCausalLM",
         vocab_size=49152,
         hidden_size=576,
@@ -285,7 +409,7 @@ def test_the_default_models_config(default_model_path: Path) -> None:
         head_dim=64,
         rms_norm_eps=pytest.approx(1e-5),
         max_position_embeddings=8192,
-        rope=RopeConfig(rope_type="default", theta=100000.0, rotary_dim=64),
+        ropes=(RopeConfig(rope_type="default", theta=100000.0, rotary_dim=64),),
         tie_word_embeddings=True,
         qkv_bias=False,
         attention_out_bias=False,

@@ -15,6 +15,7 @@ from streamllm.models.rope import (
     attention_factor,
     dynamic_inverse_frequencies,
     inverse_frequencies,
+    restart_length,
 )
 
 HEAD_DIM = 64
@@ -66,6 +67,25 @@ DYNAMIC = RopeConfig(
 )
 
 
+LONGROPE_FIELDS = {
+    "rope_type": "longrope",
+    "theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "short_factor": [1.0 + 0.02 * i for i in range(HEAD_DIM // 2)],
+    "long_factor": [1.3 + 0.4 * i for i in range(HEAD_DIM // 2)],
+}
+LONGROPE = RopeConfig(
+    rope_type="longrope",
+    theta=10000.0,
+    rotary_dim=HEAD_DIM,
+    factor=4.0,
+    original_max_position_embeddings=128,
+    short_factors=tuple(LONGROPE_FIELDS["short_factor"]),
+    long_factors=tuple(LONGROPE_FIELDS["long_factor"]),
+)
+
+
 def transformers_config(fields: dict) -> transformers.LlamaConfig:
     parameters = {"rope_theta" if name == "theta" else name: value for name, value in fields.items()}
     return transformers.LlamaConfig(
@@ -105,16 +125,16 @@ def test_table_equals_the_rotary_module_of_transformers(case: str) -> None:
     positions = np.array([0, 1, 2, 127, 128, 511, 3000])
     cos, sin = module(torch.zeros(1), torch.from_numpy(positions)[None])
 
-    table = RopeTable(RopeConfig(rotary_dim=HEAD_DIM, **fields), 3001)
+    table = RopeTable([RopeConfig(rotary_dim=HEAD_DIM, **fields)], 3001)
     rows = table.rows(positions, positions + 1)
 
     assert not table.is_dynamic
     assert np.array_equal(rows, positions)
-    assert table.cos.shape == (3001, HEAD_DIM // 2)
+    assert table.cos[0].shape == (3001, HEAD_DIM // 2)
     # One last place of a frequency is an angle of 3000 * 2**-24 at the last position.
-    np.testing.assert_allclose(table.cos[rows], cos[0, :, : HEAD_DIM // 2].numpy(), atol=3e-4, rtol=0)
-    np.testing.assert_allclose(table.sin[rows], sin[0, :, : HEAD_DIM // 2].numpy(), atol=3e-4, rtol=0)
-    np.testing.assert_allclose(table.cos[rows[:3]], cos[0, :3, : HEAD_DIM // 2].numpy(), atol=3e-7, rtol=0)
+    np.testing.assert_allclose(table.cos[0][rows], cos[0, :, : HEAD_DIM // 2].numpy(), atol=3e-4, rtol=0)
+    np.testing.assert_allclose(table.sin[0][rows], sin[0, :, : HEAD_DIM // 2].numpy(), atol=3e-4, rtol=0)
+    np.testing.assert_allclose(table.cos[0][rows[:3]], cos[0, :3, : HEAD_DIM // 2].numpy(), atol=3e-7, rtol=0)
 
 
 @pytest.mark.parametrize("length", [1, 511, 512, 513, 700, 1500, 4096])
@@ -132,44 +152,70 @@ def test_a_dynamic_table_follows_generate_through_prompt_and_decode() -> None:
     module = LlamaRotaryEmbedding(
         transformers_config({"rope_type": "dynamic", "theta": 10000.0, "factor": 2.0})
     )
-    prompt_length, table = 600, RopeTable(DYNAMIC, 1024)
+    prompt_length, table = 600, RopeTable([DYNAMIC], 1024)
     for positions in (np.arange(prompt_length), np.array([600]), np.array([601])):
         cos, sin = module(torch.zeros(1), torch.from_numpy(positions)[None])
         rows = table.rows(positions, np.maximum(prompt_length, positions + 1))
-        np.testing.assert_allclose(table.cos[rows], cos[0, :, : HEAD_DIM // 2].numpy(), atol=2e-4, rtol=0)
-        np.testing.assert_allclose(table.sin[rows], sin[0, :, : HEAD_DIM // 2].numpy(), atol=2e-4, rtol=0)
+        np.testing.assert_allclose(table.cos[0][rows], cos[0, :, : HEAD_DIM // 2].numpy(), atol=2e-4, rtol=0)
+        np.testing.assert_allclose(table.sin[0][rows], sin[0, :, : HEAD_DIM // 2].numpy(), atol=2e-4, rtol=0)
 
 
 def test_dynamic_rows_do_not_depend_on_chunks_or_on_what_was_asked_before() -> None:
     lengths = np.full(600, 600, dtype=np.int32)
     positions = np.arange(600, dtype=np.int32)
-    whole, chunked = RopeTable(DYNAMIC, 1024), RopeTable(DYNAMIC, 1024, max_dynamic_rows=700)
-    expected = whole.cos[whole.rows(positions, lengths)]
+    whole, chunked = RopeTable([DYNAMIC], 1024), RopeTable([DYNAMIC], 1024, max_dynamic_rows=700)
+    expected = whole.cos[0][whole.rows(positions, lengths)]
     chunked.rows(np.arange(50) + 700, np.full(50, 800))
     for start in range(0, 600, 100):
         chunk = slice(start, start + 100)
         rows = chunked.rows(positions[chunk], lengths[chunk])
         assert rows.dtype == np.int32
-        assert np.array_equal(chunked.cos[rows], expected[chunk])
+        assert np.array_equal(chunked.cos[0][rows], expected[chunk])
 
 
 def test_dynamic_rows_are_bounded_and_their_addresses_fixed() -> None:
-    table = RopeTable(DYNAMIC, 4096, max_dynamic_rows=64)
-    address, num_rows = table.cos.ctypes.data, len(table.cos)
+    table = RopeTable([DYNAMIC], 4096, max_dynamic_rows=64)
+    address, num_rows = table.cos[0].ctypes.data, len(table.cos[0])
     for position in range(600, 1000):
         row = table.rows(np.array([position]), np.array([position + 1]))
         angles = np.float32(position) * dynamic_inverse_frequencies(DYNAMIC, position + 1)
-        np.testing.assert_allclose(table.cos[row[0]], np.cos(angles), atol=1e-6)
-    assert (table.cos.ctypes.data, len(table.cos)) == (address, num_rows)
+        np.testing.assert_allclose(table.cos[0][row[0]], np.cos(angles), atol=1e-6)
+    assert (table.cos[0].ctypes.data, len(table.cos[0])) == (address, num_rows)
     assert num_rows == MAX_POSITIONS + 64
     with pytest.raises(ValueError, match="65 dynamic rotary rows"):
         table.rows(np.arange(65), np.full(65, 700))
 
 
 def test_a_short_dynamic_model_needs_no_dynamic_rows() -> None:
-    table = RopeTable(DYNAMIC, MAX_POSITIONS)
+    table = RopeTable([DYNAMIC], MAX_POSITIONS)
     assert not table.is_dynamic
-    assert len(table.cos) == MAX_POSITIONS
+    assert len(table.cos[0]) == MAX_POSITIONS
+
+
+def test_a_longrope_table_has_rows_for_short_and_for_long_sequences() -> None:
+    module = LlamaRotaryEmbedding(transformers_config(LONGROPE_FIELDS))
+    table = RopeTable([LONGROPE], 400)
+    assert table.is_dynamic
+    for length in (1, 127, 128, 129, 400):
+        positions = np.arange(length, dtype=np.int32)
+        rows = table.rows(positions, np.full(length, length, dtype=np.int32))
+        cos, sin = module(torch.zeros(1), torch.from_numpy(positions)[None])
+        assert rows.dtype == np.int32
+        for actual, expected in ((table.cos, cos), (table.sin, sin)):
+            np.testing.assert_allclose(actual[0][rows], expected[0, :, : HEAD_DIM // 2].numpy(), atol=3e-5)
+    assert table.version == 0
+    assert attention_factor(LONGROPE) == pytest.approx(module.attention_scaling, rel=1e-12)
+
+
+def test_a_longrope_table_of_short_sequences_alone_has_no_other_rows() -> None:
+    table = RopeTable([LONGROPE], 128)
+    assert not table.is_dynamic
+    assert len(table.cos[0]) == 128
+
+
+def test_sequences_start_over_where_a_longrope_embedding_changes() -> None:
+    assert restart_length([]) == restart_length([DYNAMIC]) == 0
+    assert restart_length([DYNAMIC, LONGROPE]) == 128
 
 
 def test_frequency_factors_divide_the_frequencies() -> None:

@@ -16,14 +16,16 @@ from helpers.tiny_models import make_tiny_model
 from streamllm.errors import ModelLoadError
 from streamllm.models.checkpoint import open_checkpoint
 from streamllm.models.llama import load_weights
+from streamllm.models.loading_progress import LoadingProgress
 from streamllm.models.model_config import ModelConfig
-from streamllm.models.weights import WeightLoader, weight_bytes
+from streamllm.models.weights import CheckpointLoader, weight_bytes
 from streamllm.ops.cpu_plan import CpuOps
 from streamllm.ops.stored_rows import StoredRows
 from streamllm.ops.torch_ops import TorchOps
 from streamllm.runner.model_runner import ModelRunner
 from streamllm.sources.model_files import ModelFiles
 
+NO_PROGRESS = LoadingProgress(0, show=False)
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -87,32 +89,37 @@ def test_stored_rows_are_the_tensor(tmp_path: Path, stored_as: str, format: str)
     assert checkpoint.format("model.norm.weight") == ("float32" if stored_as.isupper() else format)
 
 
-@pytest.mark.parametrize("stored_as", ["float32", "bfloat16", "Q4_0", "Q8_0"])
+@pytest.mark.parametrize("stored_as", ["float32", "bfloat16", "Q4_0", "Q5_1", "Q8_0"])
 def test_matrices_stay_as_stored(tmp_path: Path, stored_as: str) -> None:
     files = save_model(tmp_path, stored_as, tied=True)
     config, ops = ModelConfig.from_files(files), make_ops()
     checkpoint = open_checkpoint(files, config)
-    model = load_weights(WeightLoader(checkpoint, ops, progress=False, weight_mode="packed"), config)
+    model = load_weights(
+        CheckpointLoader(checkpoint, ops, progress=NO_PROGRESS, weight_mode="packed"), config
+    )
     name = stored_as.lower()
     assert model.embed is model.lm_head and model.embed.packed.formats == [name]
-    assert model.layers[1].qkv.packed.formats == [name] * 3
-    assert model.layers[0].down.packed.formats == [name]
+    assert model.layers[1].attention.qkv.packed.formats == [name] * 3
+    assert model.layers[0].mlp.down.packed.formats == [name]
     # All heights of this model are multiples of 32, so that panels have no padding.
     assert ops.weight_bytes == weight_bytes(checkpoint, ops.packed_formats, "packed")
     exact = make_ops()
-    model = load_weights(WeightLoader(checkpoint, exact, progress=False), config)
-    assert model.layers[1].qkv.packed.formats == ["float32"] * 3
+    model = load_weights(CheckpointLoader(checkpoint, exact, progress=NO_PROGRESS), config)
+    assert model.layers[1].attention.qkv.packed.formats == ["float32"] * 3
     assert exact.weight_bytes == weight_bytes(checkpoint, exact.packed_formats, "float32")
     assert ops.weight_bytes <= exact.weight_bytes
 
 
-def test_a_type_without_kernel_becomes_float32(tmp_path: Path, caplog) -> None:
+def test_a_type_without_kernel_becomes_float32(tmp_path: Path, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(CpuOps, "packed_formats", CpuOps.packed_formats - {"q5_1"})
     files = save_model(tmp_path, "Q5_1")
     config, ops = ModelConfig.from_files(files), make_ops()
     checkpoint = open_checkpoint(files, config)
     with caplog.at_level(logging.WARNING, "streamllm"):
-        model = load_weights(WeightLoader(checkpoint, ops, progress=False, weight_mode="packed"), config)
-    assert model.layers[0].gate_up.packed.formats == ["float32"] * 2
+        model = load_weights(
+            CheckpointLoader(checkpoint, ops, progress=NO_PROGRESS, weight_mode="packed"), config
+        )
+    assert model.layers[0].mlp.gate_up.packed.formats == ["float32"] * 2
     assert [r.getMessage() for r in caplog.records] == [
         "there is no kernel for weights of type q5_1 (model.embed_tokens.weight and maybe others): "
         "they become float32, which takes more memory and time"
@@ -124,9 +131,11 @@ def test_a_backend_without_packed_formats_gets_float32(tmp_path: Path) -> None:
     files = save_model(tmp_path, "Q8_0")
     config, ops = ModelConfig.from_files(files), TorchOps()
     checkpoint = open_checkpoint(files, config)
-    model = load_weights(WeightLoader(checkpoint, ops, progress=False, weight_mode="packed"), config)
+    model = load_weights(
+        CheckpointLoader(checkpoint, ops, progress=NO_PROGRESS, weight_mode="packed"), config
+    )
     expected = checkpoint.read("model.layers.0.mlp.down_proj.weight")
-    assert np.array_equal(model.layers[0].down.weight.numpy(), expected)
+    assert np.array_equal(model.layers[0].mlp.down.weight.numpy(), expected)
 
 
 class MixedCheckpoint:
@@ -151,13 +160,19 @@ class MixedCheckpoint:
     def format(self, name: str) -> str:
         return self.stored[name].format
 
+    def num_bytes(self, name: str) -> int:
+        return self.stored[name].data.nbytes
+
     def read_stored(self, name: str) -> StoredRows:
         return self.stored[name]
+
+    def release(self, name: str) -> None:
+        pass
 
 
 def test_a_stack_may_mix_formats() -> None:
     checkpoint = MixedCheckpoint()
-    loader = WeightLoader(checkpoint, make_ops(), progress=False, weight_mode="packed")
+    loader = CheckpointLoader(checkpoint, make_ops(), progress=NO_PROGRESS, weight_mode="packed")
     matrix = loader.linear([("a", 32), ("b", 32), ("c", 32)], 64)
     assert matrix.packed.formats == ["q4_1", "q8_0", "float16"] and matrix.packed.n == 96
     with pytest.raises(ModelLoadError, match=r"b\.weight has shape \[32, 64\]; the config says \[16, 64\]"):

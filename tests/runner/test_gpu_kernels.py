@@ -1,4 +1,4 @@
-"""A whole model on the CUDA kernels, emulated, and on Triton's, interpreted: tokens as on the CPU's."""
+"""Whole models on the CUDA kernels, emulated, and on Triton's, interpreted: tokens as on the CPU's."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ import torch
 from helpers.cuda_emulation import emulated
 from helpers.drive import GREEDY, generate
 from helpers.random_runner import make_runner
+from helpers.tiny_models import make_tiny_model
 
+from streamllm.models.checkpoint import open_checkpoint
+from streamllm.models.model_config import ModelConfig
 from streamllm.ops.gpu.cuda_kernels import CudaKernels
 from streamllm.ops.gpu.kernels import GpuKernels
 from streamllm.ops.gpu.reference import ReferenceKernels
 from streamllm.sampling_params import SamplingParams
+from streamllm.sources import resolve
 
 PROMPTS = [[1, 2, 3, 4, 5], [7] * 40, [9]]
 PARAMS = [
@@ -54,6 +58,23 @@ def test_cuda_kernels_serve_a_model(backend):
         "attention_decode.cu", "elementwise.cu", "rotary_cache.cu", "copy_blocks.cu", "sampling.cu"
     )
     check(EmulatedKernels(library, num_multiprocessors=2, device_index=None), backend)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu runs the kernels on it")
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "olmo2", "opt", "qwen2moe"])
+def test_triton_kernels_serve_other_families(family, tmp_path):
+    pytest.importorskip("triton")
+    from streamllm.ops.gpu.triton_kernels.kernels import TritonKernels
+
+    files = resolve(str(make_tiny_model(tmp_path, family)))
+    config = ModelConfig.from_files(files)
+    checkpoint = open_checkpoint(files, config)
+    expected = generate(make_runner(checkpoint, config, backend="torch"), PROMPTS, max_tokens=2, budget=21)
+    runner = make_runner(checkpoint, config, backend="gpu", kernels=TritonKernels(), max_num_seqs=3)
+    for one, two in zip(expected, generate(runner, PROMPTS, max_tokens=2, budget=21), strict=True):
+        assert one.output == two.output
+        np.testing.assert_allclose(one.logits, two.logits, atol=3e-5)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu runs the kernels on it")

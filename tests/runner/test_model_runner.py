@@ -131,8 +131,8 @@ def test_a_phase_at_a_time():
         ({"head_dim": 12}, "head_dim 12 is not supported"),
         ({"head_dim": 264}, "head_dim 264 is not supported"),
         ({"num_heads": 3, "num_kv_heads": 2}, "num_heads 3 is not a multiple of num_kv_heads 2"),
-        ({"architecture": "MambaForCausalLM"}, "Architecture MambaForCausalLM is not supported"),
-        ({"rope": replace(CONFIG.rope, rotary_dim=24)}, "rotary_dim 24 is not supported"),
+        ({"architecture": "MambaForCausalLM"}, "architecture MambaForCausalLM is not supported"),
+        ({"ropes": (replace(CONFIG.ropes[0], rotary_dim=24),)}, "rotary_dim 24 is not supported"),
     ],
 )
 def test_models_that_cannot_run_are_refused_by_name(changes, message):

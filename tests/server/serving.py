@@ -169,7 +169,7 @@ def make_engine(
             vocab_size=257,
             hidden_size=HIDDEN_SIZE,
             layer_windows=(None,),
-            rope=SimpleNamespace(rope_type="default"),
+            ropes=(),
         ),
         tokenizer=tokenizer,
         chat_template=ChatTemplate(tokenizer.chat_template, {}) if chat_template else None,
