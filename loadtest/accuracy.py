@@ -3,7 +3,8 @@
     python loadtest/accuracy.py [--model M] [--llama-cpp]
 
 runs the first 4,000 tokens of data/accuracy.txt through the float32 model (weights dequantised, float32
-activations and KV cache) and through the same file packed, and prints the mean Kullback-Leibler divergence of
+activations and KV cache), through the same file packed, and, if that holds floats, through what
+``--quantization`` makes of it. It prints the mean Kullback-Leibler divergence of
 the next-token distributions, the share of positions whose likeliest token is the same, and the perplexities.
 With ``--llama-cpp`` llama.cpp (the package llama-cpp-python) reads the same file and tokens, as a peer.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from streamllm import _native
-from streamllm.models.checkpoint import open_checkpoint
+from streamllm.models.checkpoint import Quantization, open_checkpoint
 from streamllm.models.kv_layout import kv_layout
 from streamllm.models.model_config import ModelConfig
 from streamllm.runner.messages import NewSequence, OutputRow, ScheduledBatch, ScheduledRow
@@ -81,7 +82,13 @@ def following_tokens(windows: np.ndarray, position: int) -> np.ndarray:
 
 
 def runner_logits(
-    files: ModelFiles, windows: np.ndarray, *, weight_mode: str, kv_cache_dtype: str, threads: int
+    files: ModelFiles,
+    windows: np.ndarray,
+    *,
+    weight_mode: str,
+    kv_cache_dtype: str,
+    quantization: Quantization | None,
+    threads: int,
 ) -> Iterator[np.ndarray]:
     """Logits of all windows, one position after the other: float32 [windows, vocab]."""
     config = ModelConfig.from_files(files)
@@ -89,7 +96,7 @@ def runner_logits(
     num_groups, blocks_each = kv_layout(config.layer_windows).num_groups, -(-length // BLOCK_SIZE)
     runner = ModelRunner(
         config,
-        open_checkpoint(files, config),
+        open_checkpoint(files, config, quantization=quantization),
         block_size=BLOCK_SIZE,
         num_blocks=num_windows * num_groups * blocks_each,
         max_num_batched_tokens=num_windows,
@@ -160,9 +167,16 @@ def main() -> None:
     token_ids = tokenizer(files.path).encode(text, add_special_tokens=False)[: arguments.tokens]
     windows = windows_of(token_ids, min(arguments.window, len(token_ids)))
 
-    def variant(weight_mode: str, kv_cache_dtype: str) -> Iterator[np.ndarray]:
+    def variant(
+        weight_mode: str, kv_cache_dtype: str, quantization: Quantization | None = None
+    ) -> Iterator[np.ndarray]:
         return runner_logits(
-            files, windows, weight_mode=weight_mode, kv_cache_dtype=kv_cache_dtype, threads=threads
+            files,
+            windows,
+            weight_mode=weight_mode,
+            kv_cache_dtype=kv_cache_dtype,
+            quantization=quantization,
+            threads=threads,
         )
 
     variants = {
@@ -173,6 +187,8 @@ def main() -> None:
         "packed, float16 KV": variant("packed", "float16"),
         "packed, int8 KV": variant("packed", "int8"),
     }
+    if files.kind == "folder":
+        variants["--quantization int8, float16 KV"] = variant("packed", "float16", "int8")
     if arguments.llama_cpp:
         variants["llama.cpp"] = llama_cpp_logits(files, windows, threads=threads)
     results = {name: Comparison() for name in variants}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from streamllm.errors import ConfigError
 from streamllm.machine import gpu_is_usable
@@ -78,6 +78,9 @@ class EngineConfig(_Settings):
         "activations and KV cache. float16 (half) and bfloat16: that type for weights and activations, on a "
         "GPU.",
         choices=("auto", "float32", "float", "float16", "half", "bfloat16"),
+    )
+    quantization: Literal["int8"] | None = setting(
+        None, "int8: float matrices become 8 bits an element as they load (GGML's Q8_0).", choices=("int8",)
     )
     kv_cache_dtype: str = setting(
         "auto",
@@ -207,6 +210,8 @@ class EngineConfig(_Settings):
         if self.max_num_batched_tokens is None:
             tokens = DEFAULT_BATCHED_TOKENS["cuda" if on_gpu else "cpu"]
             object.__setattr__(self, "max_num_batched_tokens", tokens)
+        if self.quantization and self.exact:
+            raise ConfigError(f"--quantization {self.quantization} does not go with --dtype float32.")
         if not on_gpu:
             self._check_precision_of_cpu()
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -277,9 +282,7 @@ class ServerConfig(_Settings):
     ssl_cert_reqs: int = setting(
         0, "TLS: client certificates: 0 not asked for, 1 optional, 2 required.", kind="int", low=0, high=2
     )
-    chat_template: str | None = setting(
-        None, "Chat template to use instead of the model's: a file, or Jinja text."
-    )
+    chat_template: str | None = setting(None, "Chat template instead of the model's: a file, or Jinja text.")
     chat_template_content_format: str = setting(
         "auto",
         "What the chat template gets as content: string (parts are joined by newlines), openai (a list of "

@@ -18,7 +18,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto",),
     "tokenizer_revision": (None,),
     "skip_tokenizer_init": (False,),
-    "quantization": (None,),
     "cpu_offload_gb": (0,),
     "swap_space": (0, 4),
     "hf_overrides": (None, {}),

@@ -18,6 +18,7 @@ def add_settings(parser: argparse.ArgumentParser, config_class: type, title: str
     for declared in settings_of(config_class):
         rules = declared.metadata
         flags = ["--" + name.replace("_", "-") for name in (declared.name, *rules["aliases"])]
+        flags += [f"-{short}" for short, name in SHORT_FLAGS.items() if name == declared.name]
         default = declared.default
         shown = (
             ""

@@ -68,7 +68,8 @@ def _capacity(config: EngineConfig, files: ModelFiles) -> Capacity:
     from streamllm.models.model_config import ModelConfig
 
     model_config = ModelConfig.from_files(files, trust_remote_code=config.trust_remote_code)
-    return capacity(config, model_config, open_checkpoint(files, model_config))
+    checkpoint = open_checkpoint(files, model_config, quantization=config.quantization)
+    return capacity(config, model_config, checkpoint)
 
 
 def render(name: str, plan: Capacity) -> str:

@@ -31,7 +31,7 @@ def load_engine(config: EngineConfig) -> AsyncEngine:
     """See :meth:`AsyncEngine.from_config`."""
     files = resolve(config.model, revision=config.revision)
     model_config = ModelConfig.from_files(files, trust_remote_code=config.trust_remote_code)
-    checkpoint = open_checkpoint(files, model_config)
+    checkpoint = open_checkpoint(files, model_config, quantization=config.quantization)
     tokenizer = _load_tokenizer(files)
     load = _load_on_cpu
     if config.resolved_backend == "cuda":

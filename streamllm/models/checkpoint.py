@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from streamllm.errors import ModelLoadError
+from streamllm.errors import ConfigError, ModelLoadError
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.registry import stored_layout
 from streamllm.models.stored_layout import ArrangedCheckpoint, StoredLayout
@@ -18,6 +18,10 @@ from streamllm.ops.stored_rows import StoredRows
 from streamllm.sources.model_files import ModelFiles
 
 logger = logging.getLogger("streamllm.models")
+
+
+Quantization = Literal["int8"]
+"""What float matrices can become as they are read."""
 
 
 class Checkpoint(Protocol):
@@ -60,15 +64,26 @@ class Checkpoint(Protocol):
         """Lets go of the memory through which a tensor's part of the file was read."""
 
 
-def open_checkpoint(files: ModelFiles, config: ModelConfig) -> Checkpoint:
+def open_checkpoint(
+    files: ModelFiles, config: ModelConfig, *, quantization: Quantization | None = None
+) -> Checkpoint:
     """Opens a model's weights and checks them against its config, without reading their data.
 
+    Args:
+        quantization: what float matrices become as they are read.
+
     Raises:
+        ConfigError: ``quantization`` of a model that Transformers loads.
         ModelLoadError: one line that names the file or tensor: no weights, a file that is damaged or cut
             short, a missing tensor, a shape that contradicts the config.
     """
     checkpoint: Checkpoint
     if config.through_transformers:
+        if quantization is not None:
+            raise ConfigError(
+                f"--quantization {quantization} does not go with {config.architecture}, which runs through "
+                "Transformers; leave it out."
+            )
         from streamllm.models.folder_checkpoint import FolderCheckpoint
 
         return FolderCheckpoint(files.path, StoredLayout(), tied=False)
@@ -89,7 +104,13 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig) -> Checkpoint:
     read = set(shapes).union(*(source.stored for source in sources.values()))
     if ignored := sorted(checkpoint.names() - read):
         logger.info("%d tensors are not read, such as %s", len(ignored), ignored[0])
-    return ArrangedCheckpoint(checkpoint, sources, shapes) if sources or ignored else checkpoint
+    if sources or ignored:
+        checkpoint = ArrangedCheckpoint(checkpoint, sources, shapes)
+    if quantization is None:
+        return checkpoint
+    from streamllm.models.load_quantization import QuantizedCheckpoint
+
+    return QuantizedCheckpoint(checkpoint)
 
 
 def _check(checkpoint: Checkpoint, path: Path, name: str, expected: tuple[int, ...]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import httpx
+import openai
 import pytest
+from helpers.live_server import LiveServer
 from helpers.reference import assert_greedy, load_transformers
 
 from streamllm import LLM, SamplingParams
@@ -43,10 +46,16 @@ def test_gemma_agrees_with_transformers(budget, gemma_model_path, reference):
     llm.shutdown()
 
 
-def test_gemma_answers_a_prompt(gemma_model_path):
-    """Text in, text out: the tokenizer of the file, its special tokens and the model fit together."""
-    llm = LLM(str(gemma_model_path), max_model_len=512)
-    (output,) = llm.generate("The capital of France is", PARAMS, use_tqdm=False)
-    assert output.prompt_token_ids[0] == 2  # <bos>
-    assert "Paris" in output.outputs[0].text or "France" in output.outputs[0].text
-    llm.shutdown()
+def test_gemma_is_served_by_its_name(gemma_model_path):
+    """Text in, text out, packed: the file's tokenizer, its special tokens and the model fit together."""
+    with LiveServer("--model", str(gemma_model_path), "--max-model-len", "512") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["gemma-3-270m"]
+        stream = client.completions.create(
+            model="gemma-3-270m", prompt="The capital of France is", max_tokens=24, temperature=0, stream=True
+        )
+        text = "".join(chunk.choices[0].text for chunk in stream)
+        tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": "The capital"}).json()["tokens"]
+    assert "Paris" in text or "France" in text
+    assert tokens[0] == 2  # <bos>
+    assert server.exit_code == 0
