@@ -211,7 +211,7 @@ class EngineConfig(_Settings):
             tokens = DEFAULT_BATCHED_TOKENS["cuda" if on_gpu else "cpu"]
             object.__setattr__(self, "max_num_batched_tokens", tokens)
         if self.quantization and self.exact:
-            raise ConfigError(f"--quantization {self.quantization} does not go with --dtype float32.")
+            raise ConfigError("--quantization int8 does not go with --dtype float32 or --backend torch.")
         if not on_gpu:
             self._check_precision_of_cpu()
         if self.max_num_batched_tokens < self.max_num_seqs:

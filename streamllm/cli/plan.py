@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from streamllm.cli.arguments import add_settings, engine_settings
 from streamllm.config import EngineConfig
 from streamllm.errors import ModelLoadError
-from streamllm.sources import DEFAULT_MODEL, ModelFiles, hub, resolve
+from streamllm.sources import DEFAULT_MODEL, ModelFiles, hub, pypi, resolve
 
 if TYPE_CHECKING:
     from streamllm.engine.capacity import Capacity
@@ -49,10 +49,12 @@ def _files(name: str, revision: str | None, temporary: Path) -> ModelFiles:
     is_local = name.startswith("pypi:") or Path(name).expanduser().exists()
     hub_name = None if is_local else hub.HubName.parse(name)
     if hub_name is None or hub.is_offline() or hub.cached(hub_name, revision):
+        if name.startswith("pypi:"):
+            pypi.WheelSource.parse(name)
         try:
             return resolve(name, revision=revision, offline=True)
         except ModelLoadError as error:
-            if not name.startswith("pypi:"):
+            if not name.startswith("pypi:") or revision is not None:
                 raise
             raise ModelLoadError(
                 f"{name} is not on this machine; fetch it with `streamllm pull {name}` and plan then."

@@ -80,6 +80,12 @@ def load_head(loader: WeightLoader, config: ModelConfig, embed: Matrix) -> Matri
     return loader.linear([("lm_head", config.vocab_size)], config.hidden_size)
 
 
+def load_head_norms(loader: WeightLoader, config: DecoderConfig, index: int) -> tuple[RMSNorm, RMSNorm]:
+    """A layer's norms over each head of the queries and of the keys."""
+    name, size, eps = f"model.layers.{index}.self_attn", config.head_dim, config.rms_norm_eps
+    return loader.rms_norm(f"{name}.q_norm", size, eps), loader.rms_norm(f"{name}.k_norm", size, eps)
+
+
 def load_attention(
     loader: WeightLoader,
     config: DecoderConfig,

@@ -6,14 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 from streamllm.errors import ModelLoadError
-from streamllm.models.parallel import in_parallel, parts_of
+from streamllm.models.parallel import rows_in_parallel
 from streamllm.ops.stored_rows import StoredRows
 
 FLOAT_DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "float64": "<f8"}
 """Formats of plain numbers, and what numpy reads them as; bfloat16 as its bits, the upper half of a
 float32."""
-
-_CONVERTED_AT_ONCE = 1 << 20
 
 
 def to_float32(rows: StoredRows, name: str) -> npt.NDArray[np.float32]:
@@ -42,7 +40,7 @@ def to_float32(rows: StoredRows, name: str) -> npt.NDArray[np.float32]:
     def convert(part: slice) -> None:
         values[part] = dequantize(rows.data[part], kind)
 
-    in_parallel(convert, parts_of(len(values), max(_CONVERTED_AT_ONCE // values.shape[1], 1)))
+    rows_in_parallel(convert, *values.shape)
     return values
 
 
@@ -61,6 +59,5 @@ def floats(values: npt.NDArray[np.generic], format: str) -> npt.NDArray[np.float
         else:
             converted[part] = values[part]
 
-    row = max(converted[0].size, 1) if len(converted) else 1
-    in_parallel(convert, parts_of(len(converted), max(_CONVERTED_AT_ONCE // row, 1)))
+    rows_in_parallel(convert, len(converted), converted[0].size if len(converted) else 1)
     return converted

@@ -22,6 +22,7 @@ from streamllm.models.decoder import (
     load_attention,
     load_embedding,
     load_head,
+    load_head_norms,
     load_mlp,
 )
 from streamllm.models.gguf_config import GGUFFields
@@ -235,10 +236,7 @@ def load_weights(loader: WeightLoader, config: LlamaConfig) -> LlamaModel:
 
 def _load_layer(loader: WeightLoader, config: LlamaConfig, index: int) -> LlamaLayer:
     prefix, hidden, eps = f"model.layers.{index}", config.hidden_size, config.rms_norm_eps
-    q_norm = k_norm = None
-    if config.qk_norm:
-        q_norm = loader.rms_norm(f"{prefix}.self_attn.q_norm", config.head_dim, eps)
-        k_norm = loader.rms_norm(f"{prefix}.self_attn.k_norm", config.head_dim, eps)
+    q_norm, k_norm = load_head_norms(loader, config, index) if config.qk_norm else (None, None)
     return LlamaLayer(
         input_norm=loader.rms_norm(f"{prefix}.input_layernorm", hidden, eps),
         attention=load_attention(loader, config, index, q_norm=q_norm, k_norm=k_norm),

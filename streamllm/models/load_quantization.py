@@ -13,12 +13,11 @@ import numpy.typing as npt
 
 from streamllm.models.checkpoint import Checkpoint
 from streamllm.models.dequantize import FLOAT_DTYPES
-from streamllm.models.parallel import in_parallel, parts_of
+from streamllm.models.parallel import rows_in_parallel
 from streamllm.ops.stored_rows import StoredRows
 
 _FORMAT = "q8_0"
 _GROUP, _GROUP_BYTES = 32, 34
-_CONVERTED_AT_ONCE = 1 << 20
 
 
 class QuantizedCheckpoint:
@@ -76,5 +75,5 @@ def _quantized(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     def convert(part: slice) -> None:
         stored[part] = quantize(values[part], GGMLQuantizationType.Q8_0)
 
-    in_parallel(convert, parts_of(rows, max(_CONVERTED_AT_ONCE // columns, 1)))
+    rows_in_parallel(convert, rows, columns)
     return stored

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamllm.errors import ModelLoadError
-from streamllm.models.parallel import in_parallel, parts_of
+from streamllm.models.parallel import rows_in_parallel
 from streamllm.ops.stored_rows import StoredRows
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def dequantize(blocks: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> 
         with np.errstate(over="ignore"):
             np.multiply(numbers, _E8M0[scales[part]][..., None], out=values[part].reshape(numbers.shape))
 
-    in_parallel(convert, parts_of(rows, max(_CONVERTED_AT_ONCE // values.shape[1], 1)))
+    rows_in_parallel(convert, rows, values.shape[1], elements=_CONVERTED_AT_ONCE)
     return values
 
 

@@ -16,6 +16,13 @@ def parts_of(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
+def rows_in_parallel(
+    function: Callable[[slice], None], rows: int, columns: int, *, elements: int = 1 << 20
+) -> None:
+    """Calls ``function`` with parts of ``rows`` rows of some ``elements`` elements each, on all cores."""
+    in_parallel(function, parts_of(rows, max(elements // max(columns, 1), 1)))
+
+
 def in_parallel(function: Callable[[T], None], items: Sequence[T]) -> None:
     """Calls ``function`` with every item, on all cores; it should release the interpreter's lock."""
     threads = min(available_cores(), len(items))

