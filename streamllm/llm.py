@@ -10,11 +10,12 @@ import weakref
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from streamllm.config import EngineConfig, settings_of
+from streamllm.config import EngineConfig
 from streamllm.errors import ConfigError, InvalidRequestError
 from streamllm.outputs import BeamSearchOutput, BeamSearchSequence, EmbeddingRequestOutput, RequestOutput
 from streamllm.pooling_params import PoolingParams, RequestParams
 from streamllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from streamllm.settings import settings_of
 from streamllm.vllm_compat import check_other_setting
 
 if TYPE_CHECKING:

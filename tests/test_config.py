@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from streamllm.config import EngineConfig, ServerConfig, parse_quantity
+from streamllm.config import EngineConfig, ServerConfig
 from streamllm.errors import ConfigError
+from streamllm.settings import parse_quantity
 
 
 @pytest.mark.parametrize(

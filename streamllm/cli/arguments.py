@@ -7,8 +7,9 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from streamllm.config import EngineConfig, settings_of
+from streamllm.config import EngineConfig
 from streamllm.errors import ConfigError
+from streamllm.settings import settings_of
 from streamllm.vllm_compat import NEUTRAL, SHORT_FLAGS, UNSUPPORTED, check_other_setting
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from streamllm import machine
-from streamllm.config import AUTO_LENGTH, EngineConfig
+from streamllm.config import EngineConfig
 from streamllm.engine.block_table import most_blocks
 from streamllm.engine.memory import gib, longest_sequence, num_kv_blocks
 from streamllm.errors import StreamLLMError
@@ -18,6 +18,7 @@ from streamllm.models.tensor_shapes import expected_shapes
 from streamllm.models.weights import WeightMode, weight_bytes
 from streamllm.ops.cpu_plan import CpuOps
 from streamllm.ops.kv_cache import kv_bytes_per_block
+from streamllm.settings import AUTO_LENGTH
 
 _TYPICAL_LENGTHS = (512, 2048, 8192, 32768, 131072)
 _Q4_K_M_BYTES = 0.61

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from streamllm import machine
-from streamllm.config import AUTO_LENGTH, EngineConfig
+from streamllm.config import EngineConfig
 from streamllm.engine.memory import gib, longest_sequence, num_kv_blocks
 from streamllm.errors import ConfigError, ModelLoadError
 from streamllm.models.checkpoint import Checkpoint
 from streamllm.models.kv_layout import kv_layout
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.weights import WeightMode, weight_bytes
+from streamllm.settings import AUTO_LENGTH
 
 if TYPE_CHECKING:
     import torch

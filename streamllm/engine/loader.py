@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from streamllm.config import AUTO_LENGTH, EngineConfig
+from streamllm.config import EngineConfig
 from streamllm.engine.async_engine import AsyncEngine
 from streamllm.engine.memory import gib, longest_sequence, num_kv_blocks
 from streamllm.errors import ModelLoadError
@@ -19,6 +19,7 @@ from streamllm.ops.instruction_set import instruction_set
 from streamllm.ops.memory import spread_over_nodes
 from streamllm.runner.executor import Executor
 from streamllm.runner.model_runner import ModelRunner
+from streamllm.settings import AUTO_LENGTH
 from streamllm.sources import resolve
 from streamllm.sources.model_files import ModelFiles
 from streamllm.text.chat_template import ChatTemplate

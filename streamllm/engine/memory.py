@@ -5,9 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from streamllm.config import AUTO_LENGTH, EngineConfig
+from streamllm.config import EngineConfig
 from streamllm.engine.block_table import most_blocks
 from streamllm.errors import ConfigError, ModelLoadError, StreamLLMError
+from streamllm.settings import AUTO_LENGTH
 
 DEFAULT_POOL_BYTES = 2 * 2**30
 

@@ -10,8 +10,9 @@ import pytest
 
 from streamllm.cli import serve
 from streamllm.cli.main import build_parser, main
-from streamllm.config import EngineConfig, ServerConfig, settings_of
+from streamllm.config import EngineConfig, ServerConfig
 from streamllm.errors import ConfigError
+from streamllm.settings import settings_of
 
 
 def parse(*arguments: str):
