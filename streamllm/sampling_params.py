@@ -22,7 +22,7 @@ from streamllm.checks import (
     show_value,
 )
 from streamllm.errors import InvalidRequestError
-from streamllm.structured_outputs import StructuredOutputsParams
+from streamllm.structured_outputs import StructuredOutputsParams, Thinking
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -85,6 +85,7 @@ class SamplingParams:
         allowed_token_ids: the only ids that may be generated.
         bad_words: texts that are not generated, at the start of a word or inside one.
         structured_outputs: what the text must look like.
+        thinking: what may come before that, and how much of it.
         truncate_prompt_tokens: keep only the last so many tokens of the prompt; -1: as many as the context
             holds.
         logits_processors: names of registered processors (:mod:`streamllm.logits_processors`), called in
@@ -118,6 +119,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    thinking: Thinking | None = None
     truncate_prompt_tokens: int | None = None
     logits_processors: Sequence[str] | None = None
     extra_args: dict[str, Any] | None = None
@@ -191,6 +193,11 @@ class SamplingParams:
                 "structured_outputs must be a StructuredOutputsParams, "
                 f"got {show_value(self.structured_outputs)}.",
                 param="structured_outputs",
+            )
+
+        if self.thinking is not None and not isinstance(self.thinking, Thinking):
+            raise InvalidRequestError(
+                f"thinking must be a Thinking, got {show_value(self.thinking)}.", param="thinking"
             )
 
     @staticmethod

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from streamllm.checks import check_flag, check_strings, show_value
+from streamllm.checks import check_flag, check_integer, check_strings, show_value
 from streamllm.errors import InvalidRequestError
 
 MAX_CHOICES = 10_000
@@ -15,6 +15,27 @@ MAX_CHOICE_LENGTH = 16_384
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 FLAGS = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback")
 KINDS = {str: "a string", dict: "an object", bool: "a boolean"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thinking:
+    """Free text that a model writes before its answer, up to the token that ends it. What
+    ``structured_outputs`` asks for begins behind it.
+
+    Attributes:
+        start_token_id: the token with which the model may begin to think; ``None`` where the prompt ends with
+            it already, so that the output always begins with thinking.
+        end_token_id: the token that ends it.
+        budget: tokens between the two at most, after which the end is forced; ``None`` for no limit.
+    """
+
+    start_token_id: int | None
+    end_token_id: int
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget is not None:
+            check_integer("thinking_token_budget", self.budget, 0, 2**31 - 1)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from streamllm.errors import InvalidRequestError
-from streamllm.structured_outputs import StructuredOutputsParams
+from streamllm.structured_outputs import StructuredOutputsParams, Thinking
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -31,20 +31,37 @@ class ConstraintSource(NamedTuple):
     Attributes:
         kind: ``"json"``, ``"regex"``, ``"grammar"`` (Lark or GBNF) or ``"lark"`` (written here).
         text: in that notation; JSON schemas carry their options.
+        thinking: what may come before it, as the right side of a Lark rule and the rules that it needs;
+            empty for nothing.
     """
 
     kind: str
     text: str
+    thinking: str = ""
 
 
-def constraint_source(params: StructuredOutputsParams) -> ConstraintSource:
+def constraint_source(
+    params: StructuredOutputsParams | None, thinking: Thinking | None = None, *, vocab_size: int = 0
+) -> ConstraintSource:
     """The grammar's source.
+
+    Args:
+        params: what the text must look like; ``None`` for any text.
+        thinking: what may come before it.
+        vocab_size: ids that can be sampled; needed without ``params``.
 
     Raises:
         InvalidRequestError: it is too long, or malformed in a way that can be seen without compiling it.
     """
-    _check_length(constraint_length(params))
-    source = _source(params)
+    if params is None:
+        # Any text, special tokens included: a model may call tools with them.
+        anything = rf"start: (/(.|\n)+/ | <[0-{vocab_size - 1}]>)*"
+        source = ConstraintSource("lark", anything)
+    else:
+        _check_length(constraint_length(params))
+        source = _source(params)
+    if thinking is not None:
+        source = source._replace(thinking=_thinking_rules(thinking))
     _check_length(len(source.text))
     if not source.text.isascii():
         try:
@@ -175,6 +192,22 @@ def _literal(text: str) -> str:
         character if character.isalnum() or ord(character) > 0xFF else f"\\x{ord(character):02X}"
         for character in text
     )
+
+
+# -- thinking ----------------------------------------------------------------------------------------------
+
+
+def _thinking_rules(thinking: Thinking) -> str:
+    """Rules ``before`` and ``thoughts``: text up to the token that ends it, of at most so many tokens."""
+    limit = "" if thinking.budget is None else f"[max_tokens={max(thinking.budget, 1)}]"
+    thoughts = "" if thinking.budget == 0 else "thoughts "
+    before = f"{thoughts}<[{thinking.end_token_id}]>"
+    if thinking.start_token_id is not None:
+        before = f"(<[{thinking.start_token_id}]> {before})?"
+    rules = [f"before: {before}"]
+    if thoughts:
+        rules.append(rf"thoughts{limit}: /(.|\n)*/")
+    return "\n".join(rules)
 
 
 # -- structural tags ---------------------------------------------------------------------------------------

@@ -94,30 +94,24 @@ def to_llguidance(source: ConstraintSource) -> str:
     Raises:
         ConstraintError: it is malformed, or asks for what the library would ignore.
     """
-    kind, text = source
-    if kind == "json":
-        return json.dumps(
-            {
-                "grammars": [
-                    {"lark_grammar": HEADER + "start: @schema"},
-                    {"name": "schema", "json_schema": json.loads(text)},
-                ]
-            }
-        )
-    if kind == "regex":
-        return f"{HEADER}start: /{llguidance.regex_to_lark(text)}/"
-    if kind == "lark":
-        return HEADER + text
-    lark = text if _is_lark(text) else _lark_from_gbnf(text)
-    _check_attributes(lark)
-    return json.dumps(
-        {
-            "grammars": [
-                {"lark_grammar": HEADER + "start: @grammar"},
-                {"name": "grammar", "lark_grammar": lark},
-            ]
-        }
+    if not source.thinking and source.kind in ("regex", "lark"):
+        return HEADER + _lark(source)
+    nested = "before @answer" if source.thinking else "@answer"
+    answer = (
+        {"json_schema": json.loads(source.text)} if source.kind == "json" else {"lark_grammar": _lark(source)}
     )
+    outer = f"{HEADER}start: {nested}\n{source.thinking}"
+    return json.dumps({"grammars": [{"lark_grammar": outer}, {"name": "answer", **answer}]})
+
+
+def _lark(source: ConstraintSource) -> str:
+    if source.kind == "regex":
+        return f"start: /{llguidance.regex_to_lark(source.text)}/"
+    if source.kind == "lark":
+        return source.text
+    lark = source.text if _is_lark(source.text) else _lark_from_gbnf(source.text)
+    _check_attributes(lark)
+    return lark
 
 
 def compile_grammar(tokenizer: Any, text: str) -> CompiledGrammar:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import time
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from streamllm.engine.grammar_compile import CompiledGrammar
     from streamllm.engine.grammar_trial import TrialProcess
     from streamllm.engine.request import Request, Sequence
-    from streamllm.structured_outputs import StructuredOutputsParams
     from streamllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("streamllm.engine")
@@ -209,11 +209,11 @@ class GrammarCompiler:
             InvalidRequestError: it cannot be enforced, for a reason that the message gives. 503: too many
                 others are being compiled.
         """
-        if isinstance(params, BeamSearchParams) or params.structured_outputs is None:
+        if isinstance(params, BeamSearchParams) or not _needs_grammar(params):
             return None
         if not self._eos_token_ids:
             raise refused("the model has no EOS token, with which a text could end")
-        source = await _source(params.structured_outputs)
+        source = await self._source(params)
         known = self._cached.get(source)
         if known is not None and not known.failed:
             self._cached.move_to_end(source)
@@ -247,6 +247,13 @@ class GrammarCompiler:
             trial.close()
 
     # -- inside --------------------------------------------------------------------------------------------
+
+    async def _source(self, params: SamplingParams) -> ConstraintSource:
+        constraint = params.structured_outputs
+        read = functools.partial(constraint_source, constraint, params.thinking, vocab_size=self._vocab_size)
+        if constraint is None or constraint_length(constraint) < LONG_CONSTRAINT:
+            return read()
+        return await asyncio.to_thread(read)
 
     async def _compile(self, source: ConstraintSource) -> CompiledGrammar:
         loop = asyncio.get_running_loop()
@@ -309,10 +316,11 @@ class GrammarCompiler:
         self._idle.insert(len(self._idle) if trial.started else 0, trial)
 
 
-async def _source(params: StructuredOutputsParams) -> ConstraintSource:
-    if constraint_length(params) < LONG_CONSTRAINT:
-        return constraint_source(params)
-    return await asyncio.to_thread(constraint_source, params)
+def _needs_grammar(params: SamplingParams) -> bool:
+    """Thinking by itself needs one only to end it in time."""
+    if params.structured_outputs is not None:
+        return True
+    return params.thinking is not None and params.thinking.budget is not None
 
 
 def _busy() -> InvalidRequestError:
