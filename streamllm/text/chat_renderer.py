@@ -12,6 +12,7 @@ from streamllm.errors import InvalidRequestError, ModelLoadError
 from streamllm.text.chat_template import ChatTemplate
 from streamllm.text.messages import check_template_kwargs, normalise_messages
 from streamllm.text.tokenizer import Tokenizer
+from streamllm.text.tools_as_text import tools_as_text
 
 SMALL = 4_000
 """Characters up to which a conversation is rendered at once (a few milliseconds of work at most)."""
@@ -70,6 +71,8 @@ class ChatRenderer:
 
         Args:
             chat_template: Jinja to use instead of the model's template: the client's, who must be trusted.
+            tools: functions as :class:`ChatTemplate` takes them; a template that knows no tools gets them,
+                and the conversation's calls, as text.
             prompt_may_be_cut: a prompt that is too long for the context is not refused here.
 
         Raises:
@@ -85,11 +88,15 @@ class ChatRenderer:
         def render() -> str:
             template = self.template if chat_template is None else self._compiled(chat_template)
             assert template is not None
+            if template.takes_tools:
+                conversation, shown = messages, tools
+            else:
+                conversation, shown = tools_as_text(messages, tools or []), None
             text = template.render(
-                normalise_messages(messages, template),
+                normalise_messages(conversation, template),
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                tools=tools,
+                tools=shown,
                 **kwargs,
             )
             self.check_text(text, may_be_cut=prompt_may_be_cut)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jinja2
+import jinja2.meta
 
 from streamllm.errors import InvalidRequestError, ModelLoadError
 from streamllm.text.content_format import ContentFormat, detect_content_format
@@ -52,6 +53,7 @@ class ChatTemplate:
     Attributes:
         source: the template's text.
         content_format: what shape of ``content`` the template expects.
+        takes_tools: it prints the tools that a request brings.
 
     Raises:
         ModelLoadError: the template is not valid Jinja; the line is named.
@@ -63,7 +65,9 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
         try:
-            detected = detect_content_format(environment().parse(source))
+            parsed = environment().parse(source)
+            detected = detect_content_format(parsed)
+            self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(parsed)
             self.content_format = content_format or detected
             self._template = environment().from_string(source)
         except RecursionError as error:

@@ -101,18 +101,27 @@ def _normalise_part(part: Any, place: str) -> dict[str, Any]:
 
 
 def _normalise_tool_calls(tool_calls: Any, place: str) -> list[dict[str, Any]]:
-    if not isinstance(tool_calls, Sequence) or not all(isinstance(call, Mapping) for call in tool_calls):
+    if not isinstance(tool_calls, Sequence) or isinstance(tool_calls, (str, bytes)):
         raise InvalidRequestError(f"{place} must be a list of tool calls.", param=place)
-    return [_with_parsed_arguments(call) for call in tool_calls]
+    return [_normalise_tool_call(call, f"{place}[{index}]") for index, call in enumerate(tool_calls)]
 
 
-def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+def _normalise_tool_call(call: Any, place: str) -> dict[str, Any]:
     """A call cut off by a length limit has arguments that do not parse: they stay text."""
-    function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return dict(call)
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        return dict(call)
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise InvalidRequestError(f"{place} must be an object with a function.", param=place)
+    place = f"{place}.function"
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise InvalidRequestError(f"{place}.name must be a non-empty string.", param=f"{place}.name")
+    arguments = function.get("arguments")
+    if arguments is not None and not isinstance(arguments, (str, Mapping)):
+        raise InvalidRequestError(
+            f"{place}.arguments must be an object, as JSON text.", param=f"{place}.arguments"
+        )
+    if not isinstance(arguments, Mapping):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return dict(call)
     return {**call, "function": {**function, "arguments": arguments}}

@@ -108,7 +108,15 @@ def test_reasoning_has_the_name_that_templates_read() -> None:
             "messages[0].content[1].type",
         ),
         ([{"role": "assistant", "content": "a", "tool_calls": {"function": {}}}], "messages[0].tool_calls"),
-        ([{"role": "assistant", "content": "a", "tool_calls": ["f"]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "a", "tool_calls": ["f"]}], "messages[0].tool_calls[0]"),
+        (
+            [{"role": "assistant", "content": "a", "tool_calls": [{"function": {"arguments": "{}"}}]}],
+            "messages[0].tool_calls[0].function.name",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
     ],
 )
 @pytest.mark.parametrize("template", [STRING, ONLY_PARTS], ids=["string", "parts"])
