@@ -31,8 +31,7 @@ class ConstraintSource(NamedTuple):
     Attributes:
         kind: ``"json"``, ``"regex"``, ``"grammar"`` (Lark or GBNF) or ``"lark"`` (written here).
         text: in that notation; JSON schemas carry their options.
-        thinking: what may come before it, as the right side of a Lark rule and the rules that it needs;
-            empty for nothing.
+        thinking: what may come before it, as Lark with a rule ``before``; empty for nothing.
     """
 
     kind: str
@@ -61,7 +60,7 @@ def constraint_source(
         _check_length(constraint_length(params))
         source = _source(params)
     if thinking is not None:
-        source = source._replace(thinking=_thinking_rules(thinking))
+        source = source._replace(thinking=thinking.rules)
     _check_length(len(source.text))
     if not source.text.isascii():
         try:
@@ -88,9 +87,9 @@ def refused(reason: str, *, status: int = 400) -> InvalidRequestError:
 
 def _source(params: StructuredOutputsParams) -> ConstraintSource:
     if params.json not in (None, False):
-        return ConstraintSource("json", _schema_text(_parsed(params.json, "json"), params))
+        return ConstraintSource("json", schema_text(parsed_json(params.json, "json"), params))
     if params.json_object:
-        return ConstraintSource("json", _schema_text({"type": "object"}, params))
+        return ConstraintSource("json", schema_text({"type": "object"}, params))
     if params.regex is not None:
         _check_regex(params.regex)
         return ConstraintSource("regex", params.regex)
@@ -98,13 +97,15 @@ def _source(params: StructuredOutputsParams) -> ConstraintSource:
         return ConstraintSource("lark", f"start: /{'|'.join(map(_literal, params.choice))}/")
     if params.grammar is not None:
         return ConstraintSource("grammar", params.grammar)
-    return ConstraintSource("lark", _tags_grammar(_parsed(params.structural_tag, "structural_tag"), params))
+    return ConstraintSource(
+        "lark", _tags_grammar(parsed_json(params.structural_tag, "structural_tag"), params)
+    )
 
 
 # -- JSON schemas ------------------------------------------------------------------------------------------
 
 
-def _parsed(value: Any, name: str) -> Any:
+def parsed_json(value: Any, name: str) -> Any:
     """What a JSON text holds; an object is returned as it is."""
     if not isinstance(value, str):
         return value
@@ -117,7 +118,7 @@ def _parsed(value: Any, name: str) -> Any:
         raise refused(f"{name} is not valid JSON: {error}") from None
 
 
-def _schema_text(schema: Any, params: StructuredOutputsParams) -> str:
+def schema_text(schema: Any, params: StructuredOutputsParams) -> str:
     """The schema as JSON, with the options that the grammar library reads from it."""
     if schema is True:
         schema = {}
@@ -194,22 +195,6 @@ def _literal(text: str) -> str:
     )
 
 
-# -- thinking ----------------------------------------------------------------------------------------------
-
-
-def _thinking_rules(thinking: Thinking) -> str:
-    """Rules ``before`` and ``thoughts``: text up to the token that ends it, of at most so many tokens."""
-    limit = "" if thinking.budget is None else f"[max_tokens={max(thinking.budget, 1)}]"
-    thoughts = "" if thinking.budget == 0 else "thoughts "
-    before = f"{thoughts}<[{thinking.end_token_id}]>"
-    if thinking.start_token_id is not None:
-        before = f"(<[{thinking.start_token_id}]> {before})?"
-    rules = [f"before: {before}"]
-    if thoughts:
-        rules.append(rf"thoughts{limit}: /(.|\n)*/")
-    return "\n".join(rules)
-
-
 # -- structural tags ---------------------------------------------------------------------------------------
 
 
@@ -239,15 +224,15 @@ def _tag_rules(index: int, tag: Any, triggers: list[str], params: StructuredOutp
     trigger = next((t for t in triggers if begin.startswith(t)), None)
     if trigger is None:
         raise refused(f"the begin of {place} starts with none of the triggers")
-    schema = _schema_text(_parsed(tag.get("schema", {}), f"{place}.schema"), params)
-    body = [_quoted(begin[len(trigger) :]), f"%json {schema}", _quoted(end)]
+    schema = schema_text(parsed_json(tag.get("schema", {}), f"{place}.schema"), params)
+    body = [quoted(begin[len(trigger) :]), f"%json {schema}", quoted(end)]
     return (
-        f"trigger_{index}[lazy]: TEXT {_quoted(trigger)}\n"
+        f"trigger_{index}[lazy]: TEXT {quoted(trigger)}\n"
         f"tag_{index}: trigger_{index} {' '.join(filter(None, body))}"
     )
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """A Lark terminal for just this text; nothing for no text."""
     return f"/{_literal(text)}/" if text else ""
 
