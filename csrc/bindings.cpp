@@ -8,10 +8,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "cpu/kernels.hpp"
+#include "cpu/lora.hpp"
 #include "cpu/memory_placement.hpp"
 #include "cpu/ops.hpp"
 #include "cpu/packed_matrix.hpp"
@@ -52,6 +54,23 @@ std::vector<std::string> weight_formats() {
 
 int64_t quantized_bytes(int64_t rows, int64_t width) {
   return width / kGroup * quantized_stride(rows) * static_cast<int64_t>(sizeof(QuantizedGroup));
+}
+
+QuantizeWeightsArgs quantize_weights_args(Address values, Address importance, int64_t rows, int64_t k,
+                                          Address out) {
+  if (rows < 0 || k < 0 || k % kGroup != 0) {
+    throw std::invalid_argument("weights [" + std::to_string(rows) + ", " + std::to_string(k) +
+                                "] have no whole groups of " + std::to_string(kGroup));
+  }
+  return {pointer<const float>(values), pointer<const float>(importance), rows, k, pointer<uint8_t>(out)};
+}
+
+void quantize_q8_0(Address values, int64_t rows, int64_t k, Address out) {
+  kernels().quantize_q8_0(quantize_weights_args(values, 0, rows, k, out));
+}
+
+void quantize_q4_1(Address values, Address importance, int64_t rows, int64_t k, Address out) {
+  kernels().quantize_q4_1(quantize_weights_args(values, importance, rows, k, out));
 }
 
 NormArgs norm_args(Address x, int64_t x_stride, Address residual, int64_t residual_stride, Address weight,
@@ -233,6 +252,18 @@ void experts(Plan& plan, Address x, int64_t x_stride, bool x_quantized, Address 
   for (auto& op : make_experts(args, plan.scratch())) plan.add(std::move(op));
 }
 
+void lora_add(Plan& plan, Address x, int64_t x_stride, bool quantized, std::shared_ptr<LoraSlots> slots,
+              std::shared_ptr<LoraRows> rows, Address out, int64_t out_stride) {
+  const LoraAddArgs args{
+      .x = pointer<const float>(x),
+      .x_stride = x_stride,
+      .quantized_x = quantized ? pointer<const QuantizedGroup>(x) : nullptr,
+      .out = pointer<float>(out),
+      .out_stride = out_stride,
+  };
+  for (auto& op : make_lora_add(args, slots, rows, plan.scratch())) plan.add(std::move(op));
+}
+
 void gather_rows(Plan& plan, Address x, int64_t x_stride, Address indices, int64_t dim, Address out,
                  int64_t out_stride) {
   plan.add(make_gather_rows(pointer<const float>(x), x_stride, pointer<const int32_t>(indices), dim,
@@ -283,6 +314,8 @@ NB_MODULE(_native, m) {
   m.def("weight_formats", &weight_formats);
   m.attr("GROUP") = kGroup;
   m.def("quantized_bytes", &quantized_bytes, "rows"_a, "width"_a);
+  m.def("quantize_q8_0", &quantize_q8_0, "values"_a, "rows"_a, "k"_a, "out"_a, ReleaseGil());
+  m.def("quantize_q4_1", &quantize_q4_1, "values"_a, "importance"_a, "rows"_a, "k"_a, "out"_a, ReleaseGil());
   m.def("instruction_set", [] { return std::string(kernels().name); });
   m.def("set_instruction_set", [](const std::string& name) { select_kernels(name.c_str()); }, "name"_a);
   m.def("interleave_memory_over", &interleave_memory_over, "nodes"_a);
@@ -326,6 +359,37 @@ NB_MODULE(_native, m) {
         return names;
       });
 
+  nb::class_<LoraUpdate>(m, "LoraUpdate")
+      .def(
+          "__init__",
+          [](LoraUpdate* self, Address a, Address b, int64_t rows, int64_t rank, int64_t k,
+             const std::string& format) {
+            new (self) LoraUpdate(pointer<const float>(a), pointer<const float>(b), rows, rank, k,
+                                  weight_format_from_name(format.c_str()));
+          },
+          "a"_a, "b"_a, "rows"_a, "rank"_a, "k"_a, "format"_a, ReleaseGil())
+      .def_prop_ro("num_bytes", &LoraUpdate::num_bytes);
+
+  nb::class_<LoraSlots>(m, "LoraSlots")
+      .def(nb::init<std::vector<int64_t>, int64_t, int64_t, int64_t>(), "part_rows"_a, "k"_a, "max_loras"_a,
+           "max_rank"_a)
+      .def(
+          "set",
+          [](LoraSlots& slots, int64_t slot, int64_t part, std::shared_ptr<LoraUpdate> update) {
+            slots.set(slot, part, std::move(update));
+          },
+          "slot"_a, "part"_a, "update"_a)
+      .def("clear", &LoraSlots::clear, "slot"_a);
+
+  nb::class_<LoraRows>(m, "LoraRows")
+      .def(nb::init<int64_t, int>(), "max_loras"_a, "num_threads"_a)
+      .def(
+          "assign",
+          [](LoraRows& rows, Address slots, int64_t count) {
+            rows.assign(pointer<const int32_t>(slots), count);
+          },
+          "slots"_a, "count"_a);
+
   nb::class_<Plan>(m, "Plan")
       .def(nb::init<std::shared_ptr<ThreadPool>>(), "pool"_a)
       .def("embedding", &embedding, "token_ids"_a, "weight"_a, "out"_a, "out_stride"_a)
@@ -356,6 +420,8 @@ NB_MODULE(_native, m) {
            "gate_up"_a, "gate_up_bias"_a, "down"_a, "down_bias"_a, "top_k"_a, "normalize"_a, "activation"_a,
            "limit"_a, "active"_a, "active_stride"_a, "active_quantized"_a, "out"_a, "out_stride"_a,
            "on_outputs"_a = false)
+      .def("lora_add", &lora_add, "x"_a, "x_stride"_a, "quantized"_a, "slots"_a, "rows"_a, "out"_a,
+           "out_stride"_a)
       .def("gather_rows", &gather_rows, "x"_a, "x_stride"_a, "indices"_a, "dim"_a, "out"_a, "out_stride"_a)
       .def("sample", &sample, "logits"_a, "logits_stride"_a, "vocab_size"_a, "temperature"_a, "top_k"_a,
            "top_p"_a, "min_p"_a, "seed"_a, "choice"_a, "position"_a, "num_logprobs"_a, "logprobs_mode"_a,

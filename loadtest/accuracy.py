@@ -1,12 +1,15 @@
 """How far weights as the file holds them move a model's predictions.
 
-    python loadtest/accuracy.py [--model M] [--llama-cpp]
+    python loadtest/accuracy.py [--model M] [--floats FOLDER] [--llama-cpp]
 
 runs the first 4,000 tokens of data/accuracy.txt through the float32 model (weights dequantised, float32
 activations and KV cache), through the same file packed, and, if that holds floats, through what
-``--quantization`` makes of it. It prints the mean Kullback-Leibler divergence of
-the next-token distributions, the share of positions whose likeliest token is the same, and the perplexities.
-With ``--llama-cpp`` llama.cpp (the package llama-cpp-python) reads the same file and tokens, as a peer.
+``--quantization`` makes of it. It prints the mean Kullback-Leibler divergence of the next-token
+distributions, the share of positions whose likeliest token is the same, and the perplexities.
+
+With ``--floats`` a GGUF's dequantised weights are written to a folder as safetensors (by Transformers, on
+first use), and ``--quantization`` is measured on those. With ``--llama-cpp`` llama.cpp (the package
+llama-cpp-python) reads the same file and tokens, as a peer.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
@@ -70,10 +74,24 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
-def windows_of(token_ids: list[int], length: int) -> np.ndarray:
-    """int32 [windows, length]: each is read from an empty context."""
-    count = len(token_ids) // length
-    return np.array(token_ids[: count * length], np.int32).reshape(count, length)
+def windows_of(token_ids: list[int], length: int, beginning: list[int]) -> np.ndarray:
+    """Equal windows of about ``length`` tokens, each read from an empty context, behind the tokens with which
+    the model's texts begin: int32 [windows, tokens]."""
+    count = max(round(len(token_ids) / length), 1)
+    rows = np.array(token_ids[: len(token_ids) // count * count], np.int32).reshape(count, -1)
+    return np.concatenate([np.tile(np.array(beginning, np.int32), (count, 1)), rows], axis=1)
+
+
+def write_floats(files: ModelFiles, folder: Path) -> ModelFiles:
+    """The dequantised weights of a GGUF file in a folder, which is made unless it is there."""
+    if not (folder / "config.json").is_file():
+        from compare_transformers import load_transformers
+        from transformers import AutoTokenizer
+
+        load_transformers(files).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(files.path.parent, gguf_file=files.path.name)
+        tokenizer.save_pretrained(folder)
+    return resolve(str(folder))
 
 
 def following_tokens(windows: np.ndarray, position: int) -> np.ndarray:
@@ -158,17 +176,22 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--window", type=int, default=500, help="tokens that are read as one context")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--floats", type=Path, metavar="FOLDER", help="measure --quantization on floats, too")
     parser.add_argument("--llama-cpp", action="store_true", help="measure llama.cpp too")
+    parser.add_argument("--only", nargs="+", metavar="VARIANT", help="of the table's lines, besides float32")
     arguments = parser.parse_args()
 
     files, threads = resolve(arguments.model), arguments.threads
     tokenizer = Tokenizer.from_gguf if files.kind == "gguf" else Tokenizer.from_folder
     text = arguments.text.read_text(encoding="utf-8")
     token_ids = tokenizer(files.path).encode(text, add_special_tokens=False)[: arguments.tokens]
-    windows = windows_of(token_ids, min(arguments.window, len(token_ids)))
+    windows = windows_of(token_ids, arguments.window, tokenizer(files.path).encode(""))
 
     def variant(
-        weight_mode: str, kv_cache_dtype: str, quantization: Quantization | None = None
+        weight_mode: str,
+        kv_cache_dtype: str,
+        quantization: Quantization | None = None,
+        files: ModelFiles = files,
     ) -> Iterator[np.ndarray]:
         return runner_logits(
             files,
@@ -187,10 +210,15 @@ def main() -> None:
         "packed, float16 KV": variant("packed", "float16"),
         "packed, int8 KV": variant("packed", "int8"),
     }
-    if files.kind == "folder":
-        variants["--quantization int8, float16 KV"] = variant("packed", "float16", "int8")
+    floats = files if arguments.floats is None else write_floats(files, arguments.floats)
+    if floats.kind == "folder":
+        for quantization in get_args(Quantization):
+            name = f"--quantization {quantization}, float16 KV"
+            variants[name] = variant("packed", "float16", quantization, floats)
     if arguments.llama_cpp:
         variants["llama.cpp"] = llama_cpp_logits(files, windows, threads=threads)
+    if arguments.only is not None:
+        variants = {name: variants[name] for name in ("float32", *arguments.only)}
     results = {name: Comparison() for name in variants}
     for position in range(windows.shape[1]):
         logprobs = {name: log_softmax(next(logits)) for name, logits in variants.items()}

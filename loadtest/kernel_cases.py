@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from streamllm.ops import Attention, Experts, Gate, RMSNorm
+from streamllm.ops import Attention, Experts, Gate, RMSNorm, float8_rows
 from streamllm.ops.cpu_plan import CpuOps
 from streamllm.ops.kv_cache import KVCache
 from streamllm.ops.plan_recorder import PlanBuffer, row_stride
@@ -44,9 +44,12 @@ QUANTIZED_BLOCKS = {
     "q4_0": (32, 18, (0,)), "q4_1": (32, 20, (0, 2)), "q5_0": (32, 22, (0,)), "q5_1": (32, 24, (0, 2)),
     "q8_0": (32, 34, (0,)), "q2_k": (256, 84, (80, 82)), "q3_k": (256, 110, (108,)),
     "q4_k": (256, 144, (0, 2)), "q5_k": (256, 176, (0, 2)), "q6_k": (256, 210, (208,)),
-    "iq4_nl": (32, 18, (0,)), "iq4_xs": (256, 136, (0,)),
+    "iq4_nl": (32, 18, (0,)), "iq4_xs": (256, 136, (0,)), "mxfp4": (32, 17, ()),
+    "int4_32": (32, 24, (0, 4)), "int4_64": (64, 40, (0, 4)), "int4_128": (128, 72, (0, 4)),
+    "int8_32": (32, 40, (0, 4)), "int8_64": (64, 72, (0, 4)), "int8_128": (128, 136, (0, 4)),
 }  # fmt: skip
-"""A block's elements and bytes, and where its float16 factors lie."""
+"""A block's elements and bytes, and where its factors lie: float32 in ``int*``, float16 in the others; of
+``mxfp4`` it is an exponent at the beginning."""
 FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 SAMPLING: tuple[dict[str, float], ...] = ({"temperature": 0.0}, {}, {"top_k": 50}, {"top_p": 0.9})
 NUM_LAYERS = 30
@@ -114,10 +117,16 @@ def stored_weight(stored_as: str, n: int, k: int, seed: int = 0) -> StoredRows:
     if stored_as in QUANTIZED_BLOCKS:
         elements, num_bytes, factors = QUANTIZED_BLOCKS[stored_as]
         rows = rng.integers(0, 256, (n, k // elements, num_bytes), np.uint8)
+        dtype = np.dtype(np.float32 if stored_as.startswith("int") else np.float16)
         for offset in factors:
-            factor = rng.uniform(0.001, 0.01, (n, k // elements, 1)).astype(np.float16)
-            rows[..., offset : offset + 2] = factor.view(np.uint8)
+            factor = rng.uniform(0.001, 0.01, (n, k // elements, 1)).astype(dtype)
+            rows[..., offset : offset + dtype.itemsize] = factor.view(np.uint8)
+        if stored_as == "mxfp4":
+            rows[..., 0] = 120
         return StoredRows(stored_as, rows.reshape(n, -1))
+    if stored_as == float8_rows.FORMAT:
+        codes = rng.integers(0, 127, (n, k), np.uint8)  # 127 is NaN
+        return float8_rows.pack_float8(codes, np.full((n, -(-k // float8_rows.BLOCK)), 1e-3, np.float32))
     values = rng.standard_normal((n, k), np.float32) * np.float32(0.05)
     if stored_as == "float16":
         return StoredRows(stored_as, values.astype(np.float16).view(np.uint8))

@@ -15,7 +15,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ import numpy as np
 from streamllm.engine.token_rules import TokenRuleMaker
 from streamllm.models.checkpoint import Checkpoint, open_checkpoint
 from streamllm.models.model_config import ModelConfig
+from streamllm.ops.lora import NO_ADAPTER
 from streamllm.ops.stored_rows import StoredRows
 from streamllm.runner.messages import NewSequence, OutputRow, ScheduledBatch, ScheduledRow, StepOutput
 from streamllm.runner.model_runner import ModelRunner
@@ -106,6 +107,7 @@ class DecodingBatch:
     Args:
         first_slot: the first of its slots in the runner.
         blocks: where its K and V may go.
+        lora_slots: each sequence's, if they have adapters.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class DecodingBatch:
         prompts: np.ndarray,
         first_slot: int,
         blocks: Iterator[int],
+        lora_slots: Sequence[int] | None = None,
     ) -> None:
         self.seconds: list[float] = []
         self._runner = runner
@@ -139,6 +142,7 @@ class DecodingBatch:
                 slot - first_slot,
                 self._length,
                 rules,
+                lora_slot=lora_slots[slot - first_slot] if lora_slots else NO_ADAPTER,
             )
             batch = ScheduledBatch(
                 0, [new], [ScheduledRow(slot, 0, self._length, [], [])], [OutputRow(0, slot)]

@@ -21,6 +21,7 @@ _PUBLIC = {
     "BeamSearchOutput": "streamllm.outputs",
     "PoolingParams": "streamllm.pooling_params",
     "EmbeddingRequestOutput": "streamllm.outputs",
+    "LoRARequest": "streamllm.lora.request",
 }
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "EmbeddingRequestOutput",
+    "LoRARequest",
     "PoolingParams",
     "RequestOutput",
     "SamplingParams",
@@ -40,6 +42,7 @@ __all__ = [
 if TYPE_CHECKING:
     from streamllm.engine.async_engine import AsyncEngine
     from streamllm.llm import LLM
+    from streamllm.lora.request import LoRARequest
     from streamllm.outputs import BeamSearchOutput, CompletionOutput, EmbeddingRequestOutput, RequestOutput
     from streamllm.pooling_params import PoolingParams
     from streamllm.sampling_params import BeamSearchParams, SamplingParams

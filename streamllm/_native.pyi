@@ -26,6 +26,20 @@ GROUP: int
 def quantized_bytes(rows: int, width: int) -> int:
     """What so many quantised rows take."""
 
+def quantize_q8_0(values: int, rows: int, k: int, out: int) -> None:
+    """Rows of float32 ``[rows, k]`` as GGML's Q8_0 blocks, 34 bytes for every 32 elements, all of them side
+    by side in ``out``; rounded to the nearest. ``k`` is a multiple of 32."""
+
+def quantize_q4_1(values: int, importance: int, rows: int, k: int, out: int) -> None:
+    """Rows of float32 ``[rows, k]`` as GGML's Q4_1 blocks, 20 bytes for every 32 elements, all of them side
+    by side in ``out``. Of each block scale and minimum are searched that make the least of
+    ``sum(importance * (stored - value)^2)``. The same bytes with every instruction set.
+
+    Args:
+        importance: float32 ``[k]``, not negative.
+        k: a multiple of 32.
+    """
+
 def instruction_set() -> str:
     """The one in use; at first the best."""
 
@@ -94,6 +108,40 @@ class PackedMatrix:
     @property
     def formats(self) -> list[str]:
         """One a call of `append_rows`."""
+
+class LoraUpdate:
+    """What an adapter adds to the rows of one part of a matrix: ``b @ a``, packed for the kernels."""
+
+    def __init__(self, a: int, b: int, rows: int, rank: int, k: int, format: str) -> None:
+        """Copies row-major ``a[rank, k]`` and ``b[rows, rank]``. Releases the GIL.
+
+        Args:
+            format: "float32", or "bfloat16": rounded to the nearest.
+        """
+
+    @property
+    def num_bytes(self) -> int: ...
+
+class LoraSlots:
+    """By slot the adapters' updates of one matrix, whose parts have `part_rows` rows; at first none.
+
+    Plans read it when they run: it must not change meanwhile.
+    """
+
+    def __init__(self, part_rows: list[int], k: int, max_loras: int, max_rank: int) -> None: ...
+    def set(self, slot: int, part: int, update: LoraUpdate) -> None:
+        """ValueError for a slot or part that there is not, or an update that does not fit it."""
+
+    def clear(self, slot: int) -> None: ...
+
+class LoraRows:
+    """Which rows of the next run have which slot; at first none."""
+
+    def __init__(self, max_loras: int, num_threads: int) -> None:
+        """`num_threads` of the pool that runs the plans."""
+
+    def assign(self, slots: int, count: int) -> None:
+        """int32[count], one entry a token, -1 for none; a count of 0: no row has an adapter."""
 
 class Plan:
     """A list of operations over preallocated buffers.
@@ -324,6 +372,22 @@ class Plan:
         intermediate]; biases are float32 [experts, 2 * intermediate] and [experts, hidden] (0: none). The
         intermediate rows, joined as `gate_and_mul` does, go to `active`, which has room for `top_k` rows for
         each row of `x`; they can be quantised if all of `down` is, `x` if all of `gate_up` is.
+        """
+
+    def lora_add(
+        self,
+        x: int,
+        x_stride: int,
+        quantized: bool,
+        slots: LoraSlots,
+        rows: LoraRows,
+        out: int,
+        out_stride: int,
+    ) -> None:
+        """``out[row] += b @ (a @ x[row])`` for all parts that the row's adapter changes, on rows of tokens.
+
+        ``x[rows, k]`` may have been written ``quantized``. A run raises ValueError if `rows` were assigned
+        for another number of tokens.
         """
 
     def gather_rows(self, x: int, x_stride: int, indices: int, dim: int, out: int, out_stride: int) -> None:

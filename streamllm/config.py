@@ -10,14 +10,20 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from streamllm.errors import ConfigError
 from streamllm.machine import gpu_is_usable
 from streamllm.settings import Settings, setting
 
+if TYPE_CHECKING:
+    from streamllm.ops.lora import LoraLimits
+
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
 """``max_num_batched_tokens`` if it is not given."""
+
+DEFAULT_LORAS = 8
+"""``max_loras`` if it is not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +44,17 @@ class EngineConfig(Settings):
         "GPU.",
         choices=("auto", "float32", "float", "float16", "half", "bfloat16"),
     )
-    quantization: Literal["int8"] | None = setting(
-        None, "int8: float matrices become 8 bits an element as they load (GGML's Q8_0).", choices=("int8",)
+    quantization: Literal["int8", "int4"] | None = setting(
+        None,
+        "What float matrices become as they load. int8: 8.5 bits an element (GGML's Q8_0). int4: 5 bits "
+        "(Q4_1, fitted to what a short text drives), but Q8_0 for embeddings, head and value projections.",
+        choices=("int8", "int4"),
     )
     kv_cache_dtype: str = setting(
         "auto",
         "Precision of the KV cache; auto is float32 in the exact mode, else float16 on a CPU and the "
         "activations' type on a GPU. About half of 16 bits' memory is taken by int8 (with a scale for each "
-        "token and KV head) on a CPU, and by fp8 (e4m3) on a GPU.",
+        "token and KV head), and by fp8 (e4m3) on a GPU.",
         choices=("auto", "float32", "float16", "bfloat16", "int8", "fp8", "fp8_e4m3"),
     )
     max_model_len: int | None = setting(
@@ -144,6 +153,31 @@ class EngineConfig(Settings):
         "auto takes sampling defaults from the model's generation_config.json; vllm ignores them.",
         choices=("auto", "vllm"),
     )
+    enable_lora: bool = setting(
+        False, "Let requests ask for LoRA adapters. --lora-modules alone says so too.", kind="bool"
+    )
+    lora_modules: tuple[str, ...] = setting(
+        (),
+        "Adapters to serve from the start, as NAME=FOLDER, each a PEFT checkpoint; requests ask for one by "
+        "its name as the model.",
+        kind="list",
+    )
+    max_loras: int = setting(
+        None,
+        "Different adapters that run at once. Default: 8, or as many as --lora-modules if they are more.",
+        kind="int",
+        low=1,
+        high=1024,
+    )
+    max_lora_rank: int = setting(16, "Largest rank of an adapter.", kind="int", low=1, high=1024)
+    max_cpu_loras: int = setting(
+        None,
+        "Adapters that are kept in memory, at least --max-loras; the others are read again when they are "
+        "asked for. Default: four times --max-loras.",
+        kind="int",
+        low=1,
+        high=65536,
+    )
     trust_remote_code: bool = setting(
         False,
         "Let code that comes with a model run, where neither streamllm nor Transformers has any for it.",
@@ -165,12 +199,15 @@ class EngineConfig(Settings):
             raise ConfigError("--max-model-len must be at least 1, or auto.")
         if self.gpu_memory_utilization == 0:
             raise ConfigError("--gpu-memory-utilization must be above 0.")
+        self._set_lora_defaults()
         on_gpu = self.resolved_backend == "cuda"
         if self.max_num_batched_tokens is None:
             tokens = DEFAULT_BATCHED_TOKENS["cuda" if on_gpu else "cpu"]
             object.__setattr__(self, "max_num_batched_tokens", tokens)
         if self.quantization and self.exact:
-            raise ConfigError("--quantization int8 does not go with --dtype float32 or --backend torch.")
+            raise ConfigError(
+                f"--quantization {self.quantization} does not go with --dtype float32 or --backend torch."
+            )
         if not on_gpu:
             self._check_precision_of_cpu()
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -187,6 +224,39 @@ class EngineConfig(Settings):
                     f"{flag} {value} needs a GPU (--backend cuda), and this would run on "
                     f"{'torch' if self.backend == 'torch' else 'the CPU'}; use {' or '.join(on_cpu)}."
                 )
+
+    def _set_lora_defaults(self) -> None:
+        num_modules = len(self.lora_module_paths)
+        if num_modules:
+            object.__setattr__(self, "enable_lora", True)
+        if self.max_loras is None:
+            object.__setattr__(self, "max_loras", max(DEFAULT_LORAS, num_modules))
+        if self.max_cpu_loras is None:
+            object.__setattr__(self, "max_cpu_loras", 4 * self.max_loras)
+        if self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"--max-cpu-loras must be at least --max-loras ({self.max_loras}), got {self.max_cpu_loras}."
+            )
+
+    @property
+    def lora_module_paths(self) -> dict[str, str]:
+        """``lora_modules`` as name -> folder; each may also be written as vLLM's JSON object."""
+        paths: dict[str, str] = {}
+        for module in self.lora_modules:
+            name, path = _lora_module(module)
+            if name in paths:
+                raise ConfigError(f"--lora-modules names two adapters {name}.")
+            paths[name] = path
+        return paths
+
+    @property
+    def lora_limits(self) -> LoraLimits | None:
+        """What the model must have room for; ``None`` without LoRA."""
+        if not self.enable_lora:
+            return None
+        from streamllm.ops.lora import LoraLimits
+
+        return LoraLimits(self.max_loras, self.max_lora_rank)
 
     @property
     def resolved_backend(self) -> str:
@@ -206,6 +276,20 @@ class EngineConfig(Settings):
         if self.kv_cache_dtype != "auto":
             return self.kv_cache_dtype
         return "float32" if self.exact else "float16"
+
+
+def _lora_module(text: str) -> tuple[str, str]:
+    """(name, folder) of an entry of ``--lora-modules``."""
+    name, _, path = text.partition("=")
+    if text.startswith("{"):
+        try:
+            module = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"--lora-modules {text}: not valid JSON: {error}.") from None
+        name, path = module.get("name"), module.get("path")
+    if not (isinstance(name, str) and isinstance(path, str) and name and path):
+        raise ConfigError(f"--lora-modules takes NAME=FOLDER, got {text}.")
+    return name, path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +319,10 @@ class ServerConfig(Settings):
         kind="list",
     )
     metrics_without_key: bool = setting(False, "Leave /metrics open where keys are required.", kind="bool")
+    metrics_prefix: str = setting("streamllm", "Beginning of metrics' names; vllm fits vLLM's dashboards.")
+    otlp_traces_endpoint: str | None = setting(
+        None, "Send traces to this OpenTelemetry collector (OTLP over HTTP); needs the extra otel."
+    )
     ssl_keyfile: str | None = setting(None, "TLS: the private key (PEM).")
     ssl_certfile: str | None = setting(None, "TLS: the certificate and its chain (PEM); switches TLS on.")
     ssl_ca_certs: str | None = setting(None, "TLS: authorities of client certificates (PEM).")
@@ -251,6 +339,53 @@ class ServerConfig(Settings):
     default_chat_template_kwargs: str | None = setting(
         None,
         'Variables for the chat template that a request may override, as JSON: {"enable_thinking": false}.',
+    )
+    data_dir: str | None = setting(
+        None,
+        "Folder for stored responses, files and batches, made when there is something to keep. Default: a "
+        "folder for the port in the user's state ($XDG_STATE_HOME or ~/.local/state).",
+    )
+    store_max_bytes: int = setting(
+        2**30,
+        "Most that stored responses may take; the oldest go first.",
+        kind="bytes",
+        low=0,
+        high=2**50,
+    )
+    store_max_days: float = setting(
+        30.0,
+        "Days after which stored responses, files and ended batches go.",
+        kind="float",
+        low=0.0,
+        high=36500.0,
+    )
+    max_file_bytes: int = setting(
+        2**30, "Largest file that may be uploaded; larger ones get 413.", kind="bytes", low=1, high=2**50
+    )
+    store_max_file_bytes: int = setting(
+        2**34,
+        "Most that all stored files may take; beyond it uploads get 413.",
+        kind="bytes",
+        low=0,
+        high=2**50,
+    )
+    tool_call_parser: str | None = setting(
+        None,
+        "Notation in which the model calls tools: hermes, llama3_json, llama4_json, llama4_pythonic, "
+        "pythonic, mistral, qwen3_coder, deepseek_v3, deepseek_v31, openai, granite, granite-20b-fc, "
+        "phi4_mini_json, jamba, internlm, or a plug-in's. Default: what its chat template looks like.",
+    )
+    tool_parser_plugin: str | None = setting(
+        None, "Python file that registers further parsers of tool calls when it is run at start."
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        "Notation in which the model reasons: deepseek_r1, qwen3, smollm3, mistral, granite, openai_gptoss, "
+        "any two tags ('<think>,</think>'), or none to leave reasoning in the text. Default: what its chat "
+        "template looks like.",
+    )
+    exclude_tools_when_tool_choice_none: bool = setting(
+        False, "Do not show the model a request's tools when its tool_choice is none.", kind="bool"
     )
     trust_request_chat_template: bool = setting(
         False, "Let requests bring a chat_template of their own.", kind="bool"
@@ -323,6 +458,7 @@ class ServerConfig(Settings):
         (), "Paths that the access log leaves out, also separated by commas.", kind="list"
     )
     disable_fastapi_docs: bool = setting(False, "No /docs and no /openapi.json.", kind="bool")
+    disable_page: bool = setting(False, "No page at / and no /engine/events, which feeds it.", kind="bool")
     uvicorn_log_level: str = setting(
         "warning",
         "Log level of uvicorn.",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from streamllm.config import EngineConfig
 from streamllm.errors import ConfigError, InvalidRequestError
+from streamllm.lora.request import LoRARequest
 from streamllm.outputs import BeamSearchOutput, BeamSearchSequence, EmbeddingRequestOutput, RequestOutput
 from streamllm.pooling_params import PoolingParams, RequestParams
 from streamllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Params = TypeVar("Params", SamplingParams, PoolingParams)
 Prompt = str | dict[str, Any] | list[int]
+LoraRequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
@@ -61,6 +63,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        lora_request: LoraRequests = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt.
@@ -70,6 +73,7 @@ class LLM:
                 may also hold a ``"cache_salt"``: only prompts with the same salt share cached blocks.
             sampling_params: one for all, or one a prompt; ``None`` takes the model's defaults.
             use_tqdm: show a progress bar if standard error is a terminal.
+            lora_request: the adapter that answers: one for all, or one a prompt (``None``: the model itself).
             priority: one for all, or one a prompt: lower runs first under
                 ``scheduling_policy="priority"``; without effect under ``"fcfs"``.
 
@@ -81,13 +85,16 @@ class LLM:
         """
         several = _several(prompts)
         params = self._params_for(sampling_params, len(several))
-        return _read(self._call(self._run(_inputs(several, priority), params, use_tqdm=use_tqdm)))
+        inputs = _inputs(several, priority, lora_request)
+        return _read(self._call(self._run(inputs, params, use_tqdm=use_tqdm)))
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         use_tqdm: bool = True,
+        *,
+        lora_request: LoraRequests = None,
     ) -> list[BeamSearchOutput]:
         """Search for the likeliest continuations of each prompt, all prompts together.
 
@@ -97,6 +104,7 @@ class LLM:
             prompts: as :meth:`generate`.
             params: width, length and stopping, for all of them.
             use_tqdm: show a progress bar if standard error is a terminal.
+            lora_request: as :meth:`generate`.
 
         Returns:
             One output a prompt, each with ``params.beam_width`` sequences, best first.
@@ -104,7 +112,7 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or parameter is wrong, or so many beams do not fit.
         """
-        inputs = _inputs(_several(prompts), None)
+        inputs = _inputs(_several(prompts), None, lora_request)
         outputs = self._call(self._run(inputs, [params] * len(inputs), use_tqdm=use_tqdm))
         return [self._beam_search_output(output, params.length_penalty) for output in outputs]
 
@@ -114,6 +122,7 @@ class LLM:
         *,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoraRequests = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of each prompt, from the model's last hidden states.
@@ -122,7 +131,7 @@ class LLM:
             prompts: as :meth:`generate`.
             pooling_params: one for all, or one a prompt; ``None`` pools as ``pooling`` says and normalises.
             use_tqdm: show a progress bar if standard error is a terminal.
-            priority: as :meth:`generate`.
+            lora_request, priority: as :meth:`generate`.
 
         Returns:
             One output a prompt, in their order.
@@ -132,7 +141,8 @@ class LLM:
         """
         several = _several(prompts)
         params = _one_each(pooling_params or PoolingParams(), len(several), "pooling_params")
-        outputs = self._call(self._run(_inputs(several, priority), params, use_tqdm=use_tqdm))
+        inputs = _inputs(several, priority, lora_request)
+        outputs = self._call(self._run(inputs, params, use_tqdm=use_tqdm))
         return [EmbeddingRequestOutput.from_output(output) for output in outputs]
 
     def chat(
@@ -144,8 +154,12 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: LoraRequests = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several, through the model's chat template.
+
+        Args:
+            lora_request: as :meth:`generate`, of each conversation.
 
         Raises:
             InvalidRequestError: as :meth:`generate`, and for what the template refuses.
@@ -156,6 +170,7 @@ class LLM:
 
         async def run() -> list[RequestOutput]:
             params = self._params_for(sampling_params, len(conversations))
+            adapters = _lora_requests(lora_request, len(conversations))
             inputs = [
                 _Input(
                     await self._engine.render_chat(
@@ -164,9 +179,10 @@ class LLM:
                         continue_final_message=continue_final_message,
                         chat_template_kwargs=chat_template_kwargs,
                         prompt_may_be_cut=own.truncate_prompt_tokens is not None,
-                    )
+                    ),
+                    lora_request=adapter,
                 )
-                for conversation, own in zip(conversations, params, strict=True)
+                for conversation, own, adapter in zip(conversations, params, adapters, strict=True)
             ]
             return await self._run(inputs, params, use_tqdm=use_tqdm)
 
@@ -250,17 +266,14 @@ class LLM:
         streams: list[RequestStream],
     ) -> None:
         """Queue all inputs; their streams are in ``streams`` even if a later one is refused."""
-        options = [(each.priority, each.cache_salt) for each in inputs]
+        options = [each.options for each in inputs]
         if all(option == options[0] for option in options):
-            priority, salt = options[0] if options else (0, None)
             prompts = [each.prompt for each in inputs]
-            streams += await self._engine.add_requests(prompts, params, priority=priority, cache_salt=salt)
+            streams += await self._engine.add_requests(prompts, params, **(options[0] if options else {}))
             return
         for index, (each, own) in enumerate(zip(inputs, params, strict=True)):
             try:
-                stream = await self._engine.add_request(
-                    each.prompt, own, priority=each.priority, cache_salt=each.cache_salt
-                )
+                stream = await self._engine.add_request(each.prompt, own, **each.options)
             except InvalidRequestError as error:
                 raise error.at_index("prompt", index) from None
             streams.append(stream)
@@ -324,6 +337,14 @@ class _Input:
     prompt: str | list[int]
     priority: int = 0
     cache_salt: str | None = None
+    lora_request: LoRARequest | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the engine's ``add_requests`` takes beside prompt and parameters."""
+        return {
+            "priority": self.priority, "cache_salt": self.cache_salt, "lora_request": self.lora_request,
+        }  # fmt: skip
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
@@ -341,7 +362,19 @@ def _one_each(params: Params | Sequence[Params], count: int, name: str) -> list[
     return each
 
 
-def _inputs(prompts: Sequence[Prompt], priority: int | Sequence[int] | None) -> list[_Input]:
+def _lora_requests(given: LoraRequests, count: int) -> list[LoRARequest | None]:
+    """The adapter of each of ``count`` prompts."""
+    each = list(given) if isinstance(given, (list, tuple)) else [cast("LoRARequest | None", given)] * count
+    if len(each) != count:
+        raise InvalidRequestError(
+            f"lora_request holds {len(each)} entries for {count} prompts.", param="lora_request"
+        )
+    return each
+
+
+def _inputs(
+    prompts: Sequence[Prompt], priority: int | Sequence[int] | None, lora_request: LoraRequests
+) -> list[_Input]:
     count = len(prompts)
     # Whatever is no list is one for all; the engine says so if it is no integer.
     one = cast("int | None", priority)
@@ -357,8 +390,11 @@ def _inputs(prompts: Sequence[Prompt], priority: int | Sequence[int] | None) -> 
             _prompt_of(prompt, index),
             each,
             prompt.get("cache_salt") if isinstance(prompt, dict) else None,
+            adapter,
         )
-        for index, (prompt, each) in enumerate(zip(prompts, priorities, strict=True))
+        for index, (prompt, each, adapter) in enumerate(
+            zip(prompts, priorities, _lora_requests(lora_request, count), strict=True)
+        )
     ]
 
 

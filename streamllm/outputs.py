@@ -11,6 +11,8 @@ from streamllm.errors import RequestFailedError
 if TYPE_CHECKING:
     import numpy as np
 
+    from streamllm.lora.request import LoRARequest
+
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
@@ -35,10 +37,16 @@ nothing precedes."""
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When a request passed each stage, in seconds of ``time.monotonic()`` (``None``: not reached)."""
+    """When a request passed each stage, in seconds of ``time.monotonic()`` (``None``: not reached).
+
+    ``arrival_time`` is before tokenising; ``last_scheduled_time`` is the last one before the first token (a
+    prompt may be preempted while it is computed).
+    """
 
     arrival_time: float
+    queued_time: float | None = None
     first_scheduled_time: float | None = None
+    last_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
@@ -91,6 +99,7 @@ class RequestOutput:
             a sequence that makes its entries when they are read. In a stream of deltas they come with the
             first output.
         embedding: of a request for one: float32 ``[dimensions]``. Its one choice then holds no text.
+        lora_request: the adapter that answered, if any.
     """
 
     request_id: str
@@ -102,7 +111,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: Sequence[PromptEntry] | None = None
     embedding: np.ndarray | None = None
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
 
 
 @dataclass(frozen=True, slots=True)

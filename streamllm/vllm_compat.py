@@ -34,7 +34,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "distributed_executor_backend": (None, "uni"),
     "speculative_config": (None,),
     "compilation_config": (None,),
-    "enable_lora": (False,),
+    "lora_dtype": ("auto",),
+    "fully_sharded_loras": (False,),
     "enable_log_requests": (False,),
     "disable_log_requests": (True,),
     "enable_request_id_headers": (True, False),
@@ -42,7 +43,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "enable_offline_docs": (True, False),
     "enable_prompt_tokens_details": (True, False),
     "enable_sleep_mode": (False,),
-    "enable_auto_tool_choice": (False,),
+    "enable_auto_tool_choice": (True, False),
     "override_generation_config": (None, {}),
     "download_dir": (None,),
     "stream_interval": (1,),
@@ -56,17 +57,14 @@ UNSUPPORTED = frozenset(
     data_parallel_external_lb data_parallel_hybrid_lb decode_context_parallel_size
     disable_hybrid_kv_cache_manager enable_eplb enable_expert_parallel enable_force_include_usage
     enable_log_deltas enable_log_outputs enable_mfu_metrics enable_prompt_embeds enable_ssl_refresh
-    enable_tokenizer_info_endpoint exclude_tools_when_tool_choice_none fingerprint_mode fingerprint_value
-    fully_sharded_loras guided_decoding_backend headless hf_config_path hf_token
-    kv_cache_dtype_skip_layers kv_cache_metrics kv_cache_metrics_sample kv_events_config
-    kv_offloading_backend kv_offloading_size kv_transfer_config limit_mm_per_prompt log_config_file
-    log_error_stack lora_dtype lora_modules master_addr master_port max_cpu_loras max_log_len
-    max_long_partial_prefills max_lora_rank max_loras max_seq_len_to_capture middleware
-    mm_processor_cache_gb mm_processor_kwargs nnodes node_rank num_scheduler_steps numa_bind
-    optimization_level otlp_metrics_endpoint otlp_traces_endpoint prefill_context_parallel_size
-    prefix_caching_hash_algo reasoning_parser response_role return_tokens_as_token_ids
-    scheduler_cls show_hidden_metrics_for_version ssl_ciphers structured_outputs_config tokens_only
-    tool_call_parser tool_parser_plugin tool_server
+    enable_tokenizer_info_endpoint fingerprint_mode fingerprint_value guided_decoding_backend headless
+    hf_config_path hf_token kv_cache_dtype_skip_layers kv_cache_metrics kv_cache_metrics_sample
+    kv_events_config kv_offloading_backend kv_offloading_size kv_transfer_config limit_mm_per_prompt
+    log_config_file log_error_stack master_addr master_port max_log_len max_long_partial_prefills
+    max_seq_len_to_capture middleware mm_processor_cache_gb mm_processor_kwargs nnodes node_rank
+    num_scheduler_steps numa_bind optimization_level otlp_metrics_endpoint prefill_context_parallel_size
+    prefix_caching_hash_algo response_role return_tokens_as_token_ids scheduler_cls
+    show_hidden_metrics_for_version ssl_ciphers structured_outputs_config tokens_only tool_server
     """.split()  # noqa: SIM905
 )
 """vLLM's other settings: refused whatever their value."""

@@ -59,3 +59,35 @@ def test_lists_take_one_value_or_several():
 
 def test_a_small_token_budget_caps_the_sequences():
     assert EngineConfig(max_num_batched_tokens=16).max_num_seqs == 16
+
+
+def test_adapters_have_room_without_being_told():
+    modules = [f"a{i}=/adapters/{i}" for i in range(10)]
+    config = EngineConfig(lora_modules=modules)
+    assert config.enable_lora and (config.max_loras, config.max_cpu_loras) == (10, 40)
+    assert config.lora_module_paths["a3"] == "/adapters/3"
+    assert (config.lora_limits.max_loras, config.lora_limits.max_rank) == (10, 16)
+    assert EngineConfig(enable_lora=True).lora_limits.max_loras == 8
+    assert EngineConfig().lora_limits is None
+    as_json = EngineConfig(lora_modules=['{"name": "sql", "path": "/a=b", "base_model_name": "m"}'])
+    assert as_json.lora_module_paths == {"sql": "/a=b"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lora_modules": ["a"]},
+        {"lora_modules": ["=b"]},
+        {"lora_modules": ["a="]},
+        {"lora_modules": ["{}"]},
+        {"lora_modules": ["{a"]},
+        {"lora_modules": ["a=b", "a=c"]},
+        {"max_loras": 0},
+        {"max_lora_rank": 0},
+        {"max_loras": 4, "max_cpu_loras": 3},
+    ],
+)
+def test_what_is_wrong_with_adapters_names_its_flag(settings):
+    name = next(reversed(settings))
+    with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
+        EngineConfig(**settings)

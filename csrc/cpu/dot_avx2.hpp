@@ -64,6 +64,12 @@ inline Int32x16 high_nibbles(Int32x16 bytes) {
   return {_mm256_srli_epi32(bytes.lo, 4), _mm256_srli_epi32(bytes.hi, 4)};
 }
 inline Vec16 to_float(Int32x16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+// 2^(e - 127) of exponents e below 255; of 255 infinity.
+inline Vec16 powers_of_two(Int32x16 e) {
+  const __m256i smallest = _mm256_set1_epi32(1 << 22);  // 2^-127 has no exponent of its own
+  return {_mm256_castsi256_ps(_mm256_max_epi32(_mm256_slli_epi32(e.lo, 23), smallest)),
+          _mm256_castsi256_ps(_mm256_max_epi32(_mm256_slli_epi32(e.hi, 23), smallest))};
+}
 
 #if defined(STREAMLLM_SIMD_VNNI)
 

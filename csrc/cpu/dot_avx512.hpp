@@ -44,6 +44,11 @@ inline Int32x16 widen(const int8_t* p) {
 inline Int32x16 low_nibbles(Int32x16 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(15))}; }
 inline Int32x16 high_nibbles(Int32x16 bytes) { return {_mm512_srli_epi32(bytes.v, 4)}; }
 inline Vec16 to_float(Int32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+// 2^(e - 127) of exponents e below 255; of 255 infinity.
+inline Vec16 powers_of_two(Int32x16 e) {
+  // 2^-127 has no exponent of its own.
+  return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32(e.v, 23), _mm512_set1_epi32(1 << 22)))};
+}
 
 #if defined(STREAMLLM_SIMD_VNNI)
 

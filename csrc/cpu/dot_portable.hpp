@@ -71,6 +71,14 @@ inline Vec16 to_float(const Int32x16& a) {
   return map([&](int i) { return __builtin_convertvector(a.v[i], Float4); });
 }
 
+// 2^(e - 127) of exponents e below 255; of 255 infinity.
+inline Vec16 powers_of_two(const Int32x16& e) {
+  return map([&](int i) {
+    const Int4 bits = e.v[i] << 23;
+    return (Float4)(bits > 0 ? bits : Int4{} + (1 << 22));  // 2^-127 has no exponent of its own
+  });
+}
+
 template <int BITS, int OFFSET>
 struct UnsignedDot {
   static constexpr int kOffset = OFFSET;

@@ -16,9 +16,9 @@ inline constexpr int kMostElements = 256;
 
 // A block taken apart; arrays are as long as the type has them.
 struct DecodedBlock {
-  uint16_t d, m;  // float16; m is what integer minima are multiplied by, the file's sign turned
+  uint32_t d, m;  // bits of the factors; m is what integer minima are multiplied by, the file's sign turned
   uint8_t scales[16], minima[16];  // int8, except that q2_k has both in `scales`
-  uint8_t values[kMostElements];   // unsigned, or of q8_0 int8
+  uint8_t values[kMostElements];   // unsigned, or of q8_0 and int8_* int8
 };
 
 inline uint16_t read16(const uint8_t* p) {
@@ -187,6 +187,15 @@ struct Iq4Xs {
       out.scales[i] = static_cast<uint8_t>((low | high << 4) - 32);
       decode_nibbles(block + 8 + 16 * i, 16, out.values + 32 * i);
     }
+  }
+};
+
+struct Mxfp4 {
+  static constexpr BlockLayout kLayout = kMxfp4;
+  static constexpr int kBytes = 17;
+  static void decode(const uint8_t* block, DecodedBlock& out) {
+    out.d = block[0];
+    decode_nibbles(block + 1, 16, out.values);
   }
 };
 

@@ -1,4 +1,5 @@
-// IEEE binary16 and bfloat16 as storage, with conversions for CPUs that have no instruction for them.
+// IEEE binary16, bfloat16 and 8-bit floats as storage, with conversions for CPUs that have no instruction for
+// them.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,14 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+// Sign, 4 bits of exponent, 3 of mantissa; no infinity; 0x7f and 0xff are NaN.
+struct Float8E4M3 {
+  uint8_t bits;
+};
+
 inline constexpr float kLargestHalf = 65504.0f;
+// Exponent and mantissa of a Float8E4M3 in a Half's place mean the number divided by this.
+inline constexpr float kFloat8InHalf = 256.0f;
 
 namespace {  // compiled into each translation unit with its own instruction set
 
@@ -42,6 +50,11 @@ inline float bfloat16_to_float(BFloat16 value) {
   float result;
   std::memcpy(&result, &bits, sizeof result);
   return result;
+}
+
+// The number divided by kFloat8InHalf; not for NaN.
+inline Half float8_in_half(Float8E4M3 value) {
+  return Half{static_cast<uint16_t>((value.bits & 0x80) << 8 | (value.bits & 0x7f) << 7)};
 }
 
 // Rounds to nearest even; the magnitude must not exceed kLargestHalf. NaN stays NaN.

@@ -15,6 +15,7 @@ inline constexpr int kKeyTile = 16;     // keys that lie side by side in the key
 inline constexpr int kPartition = 256;  // positions whose attention is computed before it is merged
 inline constexpr int kPartitionTiles = kPartition / kKeyTile;
 inline constexpr int kMaxHeadDim = 256;
+inline constexpr int kLoraColumns = 16;  // of a panel of an adapter's matrices: one vector
 inline constexpr int kSampleBlock = 64;  // logits that share an entry in the tables of block maxima and sums
 
 inline constexpr int kSumThresholds = 8;
@@ -90,6 +91,14 @@ struct QuantizeArgs {
   int64_t x_stride;
   int64_t k;  // a multiple of kGroup
   OutputRows out;  // quantised
+};
+
+// Weights on their way from floats to a quantised format.
+struct QuantizeWeightsArgs {
+  const float* values;      // [rows, k]
+  const float* importance;  // [k], not negative: what the square of a column's error counts; for q4_1
+  int64_t rows, k;          // k: a multiple of kGroup
+  uint8_t* out;             // rows as a file holds them, one after the other
 };
 
 // out[M, n] = x[M, k] @ W[n, k]^T + bias, W being panels of one format.
@@ -197,6 +206,24 @@ struct WeightedRowsArgs {
   int64_t out_stride;
 };
 
+// out[row, 0 .. rank) = x[row][k] @ a[rank, k]^T, and zeros up to whole panels.
+struct LoraShrinkArgs {
+  const float* const* x;  // rows
+  const uint8_t* a;       // panels [rank / 16][k][16]
+  int64_t rank, k;
+  float* out;
+  int64_t out_stride;
+};
+
+// out[row][n] += h[row, rank] @ b[n, rank]^T.
+struct LoraExpandArgs {
+  const float* h;
+  int64_t h_stride;
+  const uint8_t* b;  // panels [n / 16][rank][16]
+  int64_t rank, n;
+  float* const* out;  // rows
+};
+
 struct RowMaximum {
   float value;
   int32_t index;  // the lowest index that holds the maximum
@@ -211,6 +238,12 @@ struct WeightKernels {
   void (*unpack_column)(const uint8_t* panel, int column, int64_t k, float* out);
 };
 
+// Products with an adapter's matrices (lora.inl).
+struct LoraKernels {
+  void (*shrink)(const LoraShrinkArgs&, int64_t rows);
+  void (*expand)(const LoraExpandArgs&, int64_t rows, int64_t first_panel, int64_t last_panel);
+};
+
 struct Kernels {
   const char* name;
   void (*rms_norm)(const NormArgs&, int64_t first_row, int64_t last_row);
@@ -220,7 +253,12 @@ struct Kernels {
   void (*soft_cap)(const InPlaceArgs&, int64_t first_row, int64_t last_row);  // cap * tanh(x / cap)
   void (*sigmoid_scale)(const SigmoidScaleArgs&, int64_t first_row, int64_t last_row);
   void (*quantize_rows)(const QuantizeArgs&, int64_t first_row, int64_t last_row);
+  void (*quantize_q8_0)(const QuantizeWeightsArgs&);
+  void (*quantize_q4_1)(const QuantizeWeightsArgs&);
   WeightKernels weights[kNumWeightFormats];  // by WeightFormat
+  LoraKernels lora[2];  // of float32, of bfloat16
+  // One row: float32[k] from its groups, which are `stride` groups apart.
+  void (*dequantize_row)(const QuantizedGroup* x, int64_t stride, int64_t k, float* out);
   void (*rotary_and_cache)(const RotaryArgs&, int64_t first_row, int64_t last_row);
   void (*activate)(const ActivationArgs&, int64_t first_row, int64_t last_row);
   void (*gate_and_mul)(const GateArgs&, int64_t first_row, int64_t last_row);

@@ -11,7 +11,9 @@
 #include "elementwise.inl"
 #include "experts.inl"
 #include "kv_cache.inl"
+#include "lora.inl"
 #include "matmul.inl"
+#include "quantize_weights.inl"
 #include "quantized.inl"
 #include "rows.inl"
 #include "sampling.inl"
@@ -33,9 +35,12 @@ constexpr Kernels make_kernels(const char* name) {
       .soft_cap = soft_cap,
       .sigmoid_scale = sigmoid_scale,
       .quantize_rows = quantize_rows,
+      .quantize_q8_0 = quantize_q8_0,
+      .quantize_q4_1 = quantize_q4_1,
       .weights = {{linear<float>, unpack_column<float>},
                   {linear<Half>, unpack_column<Half>},
                   {linear<BFloat16>, unpack_column<BFloat16>},
+                  {linear<Float8E4M3>, unpack_column<Float8E4M3>},
                   quantized_kernels<Q4_0>(),
                   quantized_kernels<Q4_1>(),
                   quantized_kernels<Q5_0>(),
@@ -47,7 +52,16 @@ constexpr Kernels make_kernels(const char* name) {
                   quantized_kernels<Q5_K>(),
                   quantized_kernels<Q6_K>(),
                   quantized_kernels<Iq4Nl>(),
-                  quantized_kernels<Iq4Xs>()},
+                  quantized_kernels<Iq4Xs>(),
+                  quantized_kernels<Mxfp4>(),
+                  quantized_kernels<Int4<32>>(),
+                  quantized_kernels<Int4<64>>(),
+                  quantized_kernels<Int4<128>>(),
+                  quantized_kernels<Int8<32>>(),
+                  quantized_kernels<Int8<64>>(),
+                  quantized_kernels<Int8<128>>()},
+      .lora = {{lora_shrink<float>, lora_expand<float>}, {lora_shrink<BFloat16>, lora_expand<BFloat16>}},
+      .dequantize_row = dequantize_row,
       .rotary_and_cache = rotary_and_cache,
       .activate = activate,
       .gate_and_mul = gate_and_mul,

@@ -50,12 +50,14 @@ struct Bytes {
   static int value(const uint8_t* plane, int i) { return static_cast<int8_t>(plane_value<8>(plane, i)); }
 };
 
-struct Iq4 {
+// Four bits that stand for an entry of a table.
+template <const int8_t* TABLE>
+struct Entries {
   using Dot = ByteDot;
   static Quads quad(const uint8_t* plane, int index) {
-    return look_up(kIq4Values, plane_quad<4, 0>(plane, index));
+    return look_up(TABLE, plane_quad<4, 0>(plane, index));
   }
-  static int value(const uint8_t* plane, int i) { return kIq4Values[plane_value<4>(plane, i)]; }
+  static int value(const uint8_t* plane, int i) { return TABLE[plane_value<4>(plane, i)]; }
 };
 
 template <BlockLayout LAYOUT, typename Values>
@@ -68,14 +70,14 @@ struct BlockFormat : Values {
   }
   // Scales and minima of 16 columns, number `index` of the block.
   static Vec16 scale(const uint8_t* block, int index, int column) {
-    const Vec16 d = load(halves(block) + column);
+    const Vec16 d = factors(block, column);
     if constexpr (LAYOUT.scales == GroupScales::none) return d;
     const uint8_t* scales = block + LAYOUT.scales_offset() + index * kPanelColumns + column;
     if constexpr (LAYOUT.scales == GroupScales::nibbles) return d * to_float(low_nibbles(widen(scales)));
     return d * to_float(widen(reinterpret_cast<const int8_t*>(scales)));
   }
   static Vec16 minimum(const uint8_t* block, int index, int column) {
-    const Vec16 m = load(halves(block) + kPanelColumns + column);
+    const Vec16 m = factors(block, kPanelColumns + column);
     if constexpr (LAYOUT.scales == GroupScales::none) return m;
     if constexpr (LAYOUT.scales == GroupScales::nibbles) {
       const uint8_t* minima = block + LAYOUT.scales_offset() + index * kPanelColumns + column;
@@ -94,7 +96,19 @@ struct BlockFormat : Values {
   }
 
  private:
-  static const Half* halves(const uint8_t* block) { return reinterpret_cast<const Half*>(block); }
+  static Vec16 factors(const uint8_t* block, int first) {
+    if constexpr (LAYOUT.factors == Factors::powers_of_two) return half_power_of_two(block + first);
+    if constexpr (LAYOUT.factors == Factors::float32) {
+      return load(reinterpret_cast<const float*>(block) + first);
+    }
+    return load(reinterpret_cast<const Half*>(block) + first);
+  }
+  // 2^(e - 128) of 16 bytes e; NaN of 255.
+  static Vec16 half_power_of_two(const uint8_t* exponents) {
+    const Vec16 power = powers_of_two(widen(exponents));
+    // 0, or what makes infinity NaN.
+    return fma(power, splat(0.5f), power - power);
+  }
 };
 
 using Q4_0 = BlockFormat<kQ4_0, Unsigned<kQ4_0, 8>>;
@@ -107,8 +121,13 @@ using Q3_K = BlockFormat<kQ3_K, Unsigned<kQ3_K, 4>>;
 using Q4_K = BlockFormat<kQ4_K, Unsigned<kQ4_K, 0>>;
 using Q5_K = BlockFormat<kQ5_K, Unsigned<kQ5_K, 0>>;
 using Q6_K = BlockFormat<kQ6_K, Unsigned<kQ6_K, 32>>;
-using Iq4Nl = BlockFormat<kIq4Nl, Iq4>;
-using Iq4Xs = BlockFormat<kIq4Xs, Iq4>;
+using Iq4Nl = BlockFormat<kIq4Nl, Entries<kIq4Values>>;
+using Iq4Xs = BlockFormat<kIq4Xs, Entries<kIq4Values>>;
+using Mxfp4 = BlockFormat<kMxfp4, Entries<kE2m1Values>>;
+template <int ELEMENTS>
+using Int4 = BlockFormat<kIntegers<4, ELEMENTS>, Unsigned<kIntegers<4, ELEMENTS>, 8>>;
+template <int ELEMENTS>
+using Int8 = BlockFormat<kIntegers<8, ELEMENTS>, Bytes>;
 
 // One or both 16-column slices of a panel, by some rows.
 struct QuantizedTile {

@@ -34,6 +34,16 @@ inline __m256 widen_bfloat16(const BFloat16* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
 inline Vec16 load(const BFloat16* p) { return {widen_bfloat16(p), widen_bfloat16(p + 8)}; }
+// 16 or 32 numbers, divided by kFloat8InHalf; not for NaN.
+template <int COUNT>
+inline void widen(const Float8E4M3* from, Half* to) {
+  for (int i = 0; i < COUNT; i += 16) {
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+    // The sign is copied to the left: in the exponent's highest bit it must not be.
+    const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(~0x4000));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), half);
+  }
+}
 
 // Lanes first <= i < last.
 inline Mask16 lanes_between(int first, int last) {

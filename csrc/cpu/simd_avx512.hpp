@@ -33,6 +33,20 @@ inline Vec16 load(const BFloat16* p) {
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
+// 16 or 32 numbers, divided by kFloat8InHalf; not for NaN.
+template <int COUNT>
+inline void widen(const Float8E4M3* from, Half* to) {
+  static_assert(COUNT == 16 || COUNT == 32);
+  // The sign is copied to the left: in the exponent's highest bit it must not be.
+  if constexpr (COUNT == 32) {
+    const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    _mm512_storeu_si512(to, _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16(~0x4000)));
+  } else {
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(~0x4000));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), half);
+  }
+}
 // Lanes from `count` on are 0.
 inline Vec16 load_partial(const float* p, int count) {
   return {_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1u), p)};

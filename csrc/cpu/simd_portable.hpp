@@ -55,6 +55,11 @@ inline Vec16 load(const Half* p) {
 inline Vec16 load(const BFloat16* p) {
   return map([=](int i) { return (Float4)(widen4(&p[4 * i].bits) << 16); });
 }
+// 16 or 32 numbers, divided by kFloat8InHalf; not for NaN.
+template <int COUNT>
+inline void widen(const Float8E4M3* from, Half* to) {
+  for (int i = 0; i < COUNT; ++i) to[i] = float8_in_half(from[i]);
+}
 // Lanes from `count` on are 0.
 inline Vec16 load_partial(const float* p, int count) {
   float lanes[16] = {};

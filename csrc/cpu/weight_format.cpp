@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
 #include "ggml_blocks.hpp"
+#include "half.hpp"
+#include "integer_block.hpp"
 
 namespace streamllm::cpu {
 
@@ -27,6 +30,27 @@ void pack_elements(const uint8_t* source, int64_t row_stride, int64_t rows, int6
   }
 }
 
+void pack_float8(const uint8_t* source, int64_t row_stride, int64_t rows, int64_t k, uint8_t* panel) {
+  const int64_t num_scales = (k + kFloat8Block - 1) / kFloat8Block;
+  for (int64_t block = 0; block < num_scales; ++block) {
+    const int64_t begin = block * kFloat8Block, count = std::min<int64_t>(kFloat8Block, k - begin);
+    uint8_t* values = panel + kPanelColumns * sizeof(float);
+    for (int64_t row = 0; row < rows; ++row) {
+      const uint8_t* from = source + row * row_stride;
+      float scale;
+      std::memcpy(&scale, from + block * sizeof scale, sizeof scale);
+      scale *= kFloat8InHalf;
+      from += num_scales * sizeof scale + begin;
+      for (int64_t i = 0; i < count; ++i) {
+        values[i * kPanelColumns + row] = from[i];
+        if ((from[i] & 0x7f) == 0x7f) scale = std::numeric_limits<float>::quiet_NaN();
+      }
+      std::memcpy(panel + row * sizeof scale, &scale, sizeof scale);
+    }
+    panel = values + count * kPanelColumns;
+  }
+}
+
 // Writes BITS bits, from SHIFT on, of the eight quads of a group to one column of a plane.
 template <int BITS, int SHIFT>
 void pack_plane(const uint32_t* quads, uint8_t* plane) {
@@ -42,8 +66,11 @@ void pack_plane(const uint32_t* quads, uint8_t* plane) {
 template <typename Block>
 void pack_column(const ggml::DecodedBlock& decoded, int column, uint8_t* block) {
   constexpr BlockLayout kLayout = Block::kLayout;
-  std::memcpy(block + column * 2, &decoded.d, 2);
-  if constexpr (kLayout.minima) std::memcpy(block + (kPanelColumns + column) * 2, &decoded.m, 2);
+  constexpr int kFactorBytes = kLayout.factor_bytes();
+  std::memcpy(block + column * kFactorBytes, &decoded.d, kFactorBytes);
+  if constexpr (kLayout.minima) {
+    std::memcpy(block + (kPanelColumns + column) * kFactorBytes, &decoded.m, kFactorBytes);
+  }
   if constexpr (kLayout.scales != GroupScales::none) {
     for (int i = 0; i < kLayout.num_scales(); ++i) {
       block[kLayout.scales_offset() + i * kPanelColumns + column] = decoded.scales[i];
@@ -89,10 +116,18 @@ constexpr WeightFormatInfo blocks(const char* name) {
 
 constexpr WeightFormatInfo kFormats[kNumWeightFormats] = {
     floats<4>("float32"),       floats<2>("float16"),          floats<2>("bfloat16"),
+    {"float8_e4m3", 1, 1, 1, false, pack_float8, kFloat8Block},
     blocks<ggml::Q4_0>("q4_0"), blocks<ggml::Q4_1>("q4_1"),    blocks<ggml::Q5_0>("q5_0"),
     blocks<ggml::Q5_1>("q5_1"), blocks<ggml::Q8_0>("q8_0"),    blocks<ggml::Q2_K>("q2_k"),
     blocks<ggml::Q3_K>("q3_k"), blocks<ggml::Q4_K>("q4_k"),    blocks<ggml::Q5_K>("q5_k"),
     blocks<ggml::Q6_K>("q6_k"), blocks<ggml::Iq4Nl>("iq4_nl"), blocks<ggml::Iq4Xs>("iq4_xs"),
+    blocks<ggml::Mxfp4>("mxfp4"),
+    blocks<IntegerBlock<4, 32>>("int4_32"),
+    blocks<IntegerBlock<4, 64>>("int4_64"),
+    blocks<IntegerBlock<4, 128>>("int4_128"),
+    blocks<IntegerBlock<8, 32>>("int8_32"),
+    blocks<IntegerBlock<8, 64>>("int8_64"),
+    blocks<IntegerBlock<8, 128>>("int8_128"),
 };
 
 }  // namespace

@@ -23,7 +23,7 @@ inline constexpr int kNullPointer = -5;
 inline constexpr int kTooMuchSharedMemory = -6;
 inline constexpr int kUnsupportedOption = -7;
 
-enum Dtype : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat8E4M3 = 3 };
+enum Dtype : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat8E4M3 = 3, kInt8 = 4 };
 
 template <typename T>
 struct Type {

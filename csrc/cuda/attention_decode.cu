@@ -77,7 +77,7 @@ struct DecodePart {
 };
 
 // The parts of an item lie side by side: `pieces` of each KV head.
-__device__ DecodePart read_part(const PagedDecodeArgs& args, int number, int pieces, int cache_bytes) {
+__device__ DecodePart read_part(const PagedDecodeArgs& args, int number, int pieces, int64_t head_bytes) {
   const int group = args.num_heads / args.num_kv_heads;
   const int piece_heads = (group + pieces - 1) / pieces;
   const int piece = number % pieces, kv_head = number / pieces % args.num_kv_heads;
@@ -90,7 +90,6 @@ __device__ DecodePart read_part(const PagedDecodeArgs& args, int number, int pie
   const int length = args.context_lens[sequence];
   part.row = args.query_start[sequence + 1] - 1;
   part.is_whole = args.num_splits[sequence] == 1;
-  const int64_t head_bytes = static_cast<int64_t>(args.block_size) * args.head_dim * cache_bytes;
   const int first_seen = args.window > 0 ? max(length - args.window, first) : first;
   part.context = {args.block_tables + args.table_rows[sequence] * args.block_table_stride,
                   static_cast<const char*>(args.keys) + kv_head * head_bytes,
@@ -205,6 +204,7 @@ __device__ void attend(const PagedDecodeArgs& args, const DecodePart& part) {
 
   Attention attention(queries, memory + Memory::scores(head_dim) + warp * Attention::kScoreBytes, head_dim,
                       args.scale * args.key_scale, args.soft_cap);
+  if constexpr (kScaled<typename Shape::Cache>) attention.load_scales(tiles);
   for (int tile = tiles.first_tile(); tile < tiles.end_tile(); ++tile) {
     attention.score(tile, tiles.front(), tiles.rows(tile));
     tiles.pop();
@@ -244,7 +244,8 @@ __global__ void __launch_bounds__(kThreads, Attention::kHeads == kMaxLanesHeads 
   using Shape = typename Attention::Shape;
   const int parts = *args.num_items * args.num_kv_heads * pieces;
   for (int number = blockIdx.x; number < parts; number += gridDim.x) {
-    const DecodePart part = read_part(args, number, pieces, sizeof(typename Shape::Cache));
+    const int64_t head_bytes = cache_head_bytes<typename Shape::Cache>(args.block_size, args.head_dim);
+    const DecodePart part = read_part(args, number, pieces, head_bytes);
     attend<Attention>(args, part);
     const int states = DecodeMemory<Attention>::stages_or_states(args.head_dim);
     finish_part<Shape>(args, part, reinterpret_cast<const float*>(shared_memory<char>() + states));
@@ -344,8 +345,9 @@ int paged_decode(const PagedDecodeArgs& args, void* stream) {
 
 int check(const PagedDecodeArgs& args) {
   if (args.dtype < kFloat32 || args.dtype > kBFloat16) return kUnsupportedDtype;
-  if (args.cache_dtype != args.dtype && args.cache_dtype != kFloat8E4M3) return kUnsupportedDtype;
-  const int multiple = args.cache_dtype == kFloat8E4M3 ? 16 : kLaneDims;
+  const bool is_byte = args.cache_dtype == kFloat8E4M3 || args.cache_dtype == kInt8;
+  if (args.cache_dtype != args.dtype && !is_byte) return kUnsupportedDtype;
+  const int multiple = is_byte ? 16 : kLaneDims;
   if (args.head_dim < multiple || args.head_dim > kMaxHeadDim || args.head_dim % multiple != 0) {
     return kUnsupportedHeadSize;
   }
@@ -376,6 +378,8 @@ STREAMLLM_API int streamllm_paged_decode(const streamllm::cuda::PagedDecodeArgs*
       return paged_decode<half>(*args, stream);
     case kBFloat16:
       return paged_decode<bfloat16>(*args, stream);
+    case kInt8:
+      return paged_decode<int8_t>(*args, stream);
     default:
       return paged_decode<float8_e4m3>(*args, stream);
   }

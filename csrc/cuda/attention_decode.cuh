@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "async_copy.hpp"
+#include "cache_layout.hpp"
 #include "launch.hpp"
 #include "reduce.hpp"
 #include "types.hpp"
@@ -93,6 +94,19 @@ class TileStream {
     const int first = first_position(tile);
     if (!(present_ >> tile & 1u)) return {0, 0};
     return {max(context_.range.begin - first, 0), min(context_.range.end - first, Shape::kPositions)};
+  }
+
+  // In a cache with scales, those of the key and the value of the warp's i-th position; zeros where it is not
+  // seen, and what lies there may be NaN. All lanes call it.
+  __device__ __forceinline__ float2 scales(int i) const {
+    const int tile = i / Shape::kPositions, row = i % Shape::kPositions;
+    const int first = first_position(tile) % context_.block_size;
+    const int64_t elements = __shfl_sync(kAllLanes, offset_, tile) - first * row_bytes();
+    const int64_t at = elements + context_.block_size * row_bytes() +
+                       (first + row) * static_cast<int>(sizeof(float));
+    if (!rows(tile).contains(row)) return {0.0f, 0.0f};
+    return {*reinterpret_cast<const float*>(context_.keys + at),
+            *reinterpret_cast<const float*>(context_.values + at)};
   }
 
   // Waits for the oldest tile, [kPositions][row_stride] of keys or values. The keys of positions that are not

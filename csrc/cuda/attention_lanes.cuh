@@ -51,6 +51,15 @@ __device__ __forceinline__ void to_floats(float (&to)[kLaneDims], const Eight<fl
   }
 }
 
+// A byte becomes the lowest of 2^23's mantissa, 128 too large.
+__device__ __forceinline__ void to_floats(float (&to)[kLaneDims], const Eight<int8_t>& from) {
+#pragma unroll
+  for (int i = 0; i < kLaneDims; ++i) {
+    const uint32_t above_zero = from.words[i / 4] ^ 0x80808080u;
+    to[i] = __uint_as_float(__byte_perm(above_zero, 0x4b000000u, 0x7440 | i % 4)) - (8388608.0f + 128.0f);
+  }
+}
+
 // Adds up each of COUNT values over the lanes that differ in the bits DISTANCE, DISTANCE / 2 ... LAST of
 // their number, passing on half of the values at each step. A lane is left with COUNT / (2 * DISTANCE / LAST)
 // sums, at least one: neighbouring ones, those of a lane with a higher number further on. The order of a
@@ -85,11 +94,14 @@ class LanesAttention {
 
   // Of shared memory: of the block's queries, [kHeads][query_stride], and of each warp's scores.
   static __host__ __device__ constexpr int query_stride(int /*head_dim*/) { return Shape::kMaxDim; }
-  static constexpr int kScoreBytes = kWarpPositions * kHeads * static_cast<int>(sizeof(float));
+  static constexpr int kScoreBytes =
+      kWarpPositions * (kHeads + (kScaled<Cache> ? 2 : 0)) * static_cast<int>(sizeof(float));
 
   __device__ __forceinline__ LanesAttention(const Query* queries, void* scores, int head_dim, float scale,
                                             float soft_cap)
       : scores_(static_cast<float*>(scores)),
+        key_scales_(scores_ + kWarpPositions * kHeads),
+        value_scales_(key_scales_ + kWarpPositions),
         lane_(threadIdx.x % kWarpSize),
         row_(lane_ / kRowLanes),
         dim_(lane_ % kRowLanes * kLaneDims),
@@ -106,6 +118,17 @@ class LanesAttention {
     }
 #pragma unroll
     for (int i = 0; i < kLaneScores; ++i) scores_[i * kWarpSize + lane_] = -INFINITY;
+  }
+
+  // Of a cache with scales, before the first score.
+  __device__ __forceinline__ void load_scales(const TileStream<Shape>& tiles) {
+#pragma unroll
+    for (int i = 0; i < kWarpPositions; i += kWarpSize) {
+      const float2 scales = tiles.scales(i + lane_);
+      key_scales_[i + lane_] = scales.x;
+      value_scales_[i + lane_] = scales.y;
+    }
+    __syncwarp();
   }
 
   // Scores the positions `seen` of a tile.
@@ -132,6 +155,9 @@ class LanesAttention {
       const float weight = softmax_weight(scores[i], maximum_);
       sum_ += weight;
       scores_[i * kWarpSize + lane_] = weight;
+      if constexpr (kScaled<Cache>) {
+        scores_[i * kWarpSize + lane_] = weight * value_scales_[(i * kWarpSize + lane_) / kHeads];
+      }
     }
 #pragma unroll
     for (int distance = kWarpSize / 2; distance >= kHeads; distance /= 2) {
@@ -220,13 +246,17 @@ class LanesAttention {
     for (int i = 0; i < kKept; ++i) {
       const int place = lane_ % kRowLanes * kCount / kRowLanes + i;
       const int row = (first + place / kHeads) * kRows + row_;
-      const float score = soft_cap_(sums[i] * scale_);
+      float score = sums[i] * scale_;
+      if constexpr (kScaled<Cache>) score *= key_scales_[tile * Shape::kPositions + row];
+      score = soft_cap_(score);
       scores_[(tile * Shape::kPositions + row) * kHeads + place % kHeads] =
           seen.contains(row) ? score : -INFINITY;
     }
   }
 
   float* const scores_;  // of the warp's positions: [kWarpPositions][kHeads]
+  float* const key_scales_;  // [kWarpPositions], if the cache has scales
+  float* const value_scales_;
   const int lane_, row_, dim_, head_dim_;
   const float scale_;
   const SoftCap soft_cap_;

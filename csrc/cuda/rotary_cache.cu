@@ -2,6 +2,7 @@
 #include <type_traits>
 
 #include "api.hpp"
+#include "cache_layout.hpp"
 #include "chunk.hpp"
 #include "launch.hpp"
 #include "reduce.hpp"
@@ -10,8 +11,8 @@
 namespace streamllm::cuda {
 
 // Rows of qkv are [q heads | k heads | v heads], qkv_stride elements apart; q is rotated in place. The caches
-// are [blocks, num_kv_heads, block_size, head_dim]. Slots below 0 write nothing. rope_cos and rope_sin have
-// rows of rotary_dim / 2. A norm that is null is left out. What a scale divides is stored.
+// lie as cache_layout.hpp says. Slots below 0 write nothing. rope_cos and rope_sin have rows of
+// rotary_dim / 2. A norm that is null is left out. What a scale divides is stored, in float8.
 struct RotaryAndCacheArgs {
   void* qkv;
   void* keys;
@@ -40,6 +41,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kMaxHeadDim = 256;
+constexpr float kSmallestMagnitude = 1e-30f;  // in int8, heads below it are zeros
 
 // A head as head_dim / 2 pairs of elements, so that one thread holds both that a rotation mixes (GPT-NeoX's
 // pairing: i and i + rotary_dim / 2); the elements that are not rotated pair up likewise, after them.
@@ -109,6 +111,36 @@ __device__ __forceinline__ void rotate(float (&x1)[N], float (&x2)[N], const flo
   }
 }
 
+// The largest magnitude of a head, where magnitudes saturate as float16's do; NaN if there is one. All lanes
+// of the warp call it.
+template <int N>
+__device__ __forceinline__ float largest_magnitude(const float (&x1)[N], const float (&x2)[N]) {
+  unsigned largest = 0;  // the bits of floats that are not negative are ordered as they are, NaN above all
+#pragma unroll
+  for (int lane = 0; lane < N; ++lane) {
+    largest = max(largest, __float_as_uint(fabsf(saturate_half(x1[lane]))));
+    largest = max(largest, __float_as_uint(fabsf(saturate_half(x2[lane]))));
+  }
+  for (int offset = blockDim.x / 2; offset > 0; offset /= 2) {
+    largest = max(largest, __shfl_xor_sync(kAllLanes, largest, offset));
+  }
+  return __uint_as_float(largest);
+}
+
+// Divides a head's elements by the scale that its largest magnitude gives it, which is returned: a magnitude
+// of 127 at most is left. NaN makes the scale NaN: it then reaches every row that sees the position.
+template <int N>
+__device__ __forceinline__ float scale_to_int8(float (&x1)[N], float (&x2)[N], float largest) {
+  const bool is_zero = !(largest >= kSmallestMagnitude);
+  const float factor = 127.0f / largest;
+#pragma unroll
+  for (int lane = 0; lane < N; ++lane) {
+    x1[lane] = is_zero ? 0.0f : saturate_half(x1[lane]) * factor;
+    x2[lane] = is_zero ? 0.0f : saturate_half(x2[lane]) * factor;
+  }
+  return largest < kSmallestMagnitude ? 0.0f : largest / 127.0f;
+}
+
 // One head of one token belongs to blockDim.x threads, a power of two up to a warp; blockIdx.x is the token.
 template <typename T, typename C>
 __global__ void __launch_bounds__(kThreads) rotary_and_cache_kernel(RotaryAndCacheArgs args, bool aligned) {
@@ -156,16 +188,21 @@ __global__ void __launch_bounds__(kThreads) rotary_and_cache_kernel(RotaryAndCac
       }
     }
   }
-  if (count <= 0) return;
   rotate(x1, x2, cos, sin, num_rotated);
+  [[maybe_unused]] float largest = 0.0f;
+  if constexpr (kScaled<C>) largest = largest_magnitude(x1, x2);
+  if (count <= 0) return;
   if (is_query) {
     store_pairs(x, x1, x2, pairs, pair, count, aligned);
     return;
   }
   if (slot < 0) return;
   const int kv_head = (head - args.num_heads) % args.num_kv_heads;
-  const int64_t position =
-      (slot / args.block_size * args.num_kv_heads + kv_head) * args.block_size + slot % args.block_size;
+  const int64_t stored_head = slot / args.block_size * args.num_kv_heads + kv_head;
+  C* elements =
+      reinterpret_cast<C*>(static_cast<char*>(is_value ? args.values : args.keys) +
+                           stored_head * cache_head_bytes<C>(args.block_size, args.head_dim));
+  const int64_t offset = slot % args.block_size;
   if constexpr (std::is_same_v<C, float8_e4m3>) {
     const float scale = is_value ? args.value_scale : args.key_scale;
 #pragma unroll
@@ -174,8 +211,12 @@ __global__ void __launch_bounds__(kThreads) rotary_and_cache_kernel(RotaryAndCac
       x2[lane] /= scale;
     }
   }
-  store_pairs<true>(static_cast<C*>(is_value ? args.values : args.keys) + position * args.head_dim, x1, x2,
-                    pairs, pair, count, aligned);
+  if constexpr (kScaled<C>) {
+    const float scale = scale_to_int8(x1, x2, largest);
+    float* scales = reinterpret_cast<float*>(elements + int64_t{args.block_size} * args.head_dim);
+    if (threadIdx.x == 0) scales[offset] = scale;
+  }
+  store_pairs<true>(elements + offset * args.head_dim, x1, x2, pairs, pair, count, aligned);
 }
 
 template <typename T, typename C>
@@ -203,12 +244,14 @@ STREAMLLM_API int streamllm_rotary_and_cache(const streamllm::cuda::RotaryAndCac
   const int32_t head_dim = args->head_dim, rotary_dim = args->rotary_dim;
   if (head_dim < 2 || head_dim > kMaxHeadDim || head_dim % 2 != 0) return kUnsupportedHeadSize;
   if (rotary_dim < 0 || rotary_dim > head_dim || rotary_dim % 2 != 0 || args->tokens < 0 ||
-      args->num_heads < 0 || args->num_kv_heads < 1 || args->block_size < 1) {
+      args->num_heads < 0 || args->num_kv_heads < 1 || args->block_size < 1 ||
+      (args->cache_dtype == kInt8 && args->block_size % 16 != 0)) {
     return kUnsupportedSize;
   }
   return with_activation_type(args->dtype, [&](auto activation) {
     using T = typename decltype(activation)::type;
     if (args->cache_dtype == kFloat8E4M3) return rotary_and_cache<T, float8_e4m3>(*args, stream);
+    if (args->cache_dtype == kInt8) return rotary_and_cache<T, int8_t>(*args, stream);
     return with_activation_type(args->cache_dtype, [&](auto cache) {
       return rotary_and_cache<T, typename decltype(cache)::type>(*args, stream);
     });

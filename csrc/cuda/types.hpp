@@ -21,7 +21,8 @@ __host__ __device__ __forceinline__ float to_float(half value) { return __half2f
 __host__ __device__ __forceinline__ float to_float(bfloat16 value) { return __bfloat162float(value); }
 __host__ __device__ __forceinline__ float to_float(float8_e4m3 value) { return static_cast<float>(value); }
 
-// Rounded to nearest, ties to even. Too large for float16: infinity; for float8: its largest, 448.
+// Rounded to nearest, ties to even. Too large for float16: infinity; for float8: its largest, 448; for int8
+// nothing may be.
 template <typename T>
 __host__ __device__ __forceinline__ T from_float(float value);
 template <>
@@ -42,16 +43,26 @@ __host__ __device__ __forceinline__ float8_e4m3 from_float<float8_e4m3>(float va
   result.__x = __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
   return result;
 }
+template <>
+__host__ __device__ __forceinline__ int8_t from_float<int8_t>(float value) {
+  return static_cast<int8_t>(rintf(value));
+}
 
-// As from_float, but float16 too becomes its largest, 65504, where `value` exceeds it; NaN stays NaN.
+inline constexpr float kLargestHalf = 65504.0f;
+
+// NaN stays NaN.
+__host__ __device__ __forceinline__ float saturate_half(float value) {
+  return value > kLargestHalf ? kLargestHalf : value < -kLargestHalf ? -kLargestHalf : value;
+}
+
+// As from_float, but float16 too becomes its largest where `value` exceeds it; NaN stays NaN.
 template <typename T>
 __host__ __device__ __forceinline__ T from_float_saturated(float value) {
   return from_float<T>(value);
 }
 template <>
 __host__ __device__ __forceinline__ half from_float_saturated<half>(float value) {
-  constexpr float kLargest = 65504.0f;
-  return from_float<half>(value > kLargest ? kLargest : value < -kLargest ? -kLargest : value);
+  return from_float<half>(saturate_half(value));
 }
 
 // What one load or store instruction moves at most.

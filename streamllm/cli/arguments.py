@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from streamllm.config import EngineConfig
@@ -13,10 +13,18 @@ from streamllm.settings import settings_of
 from streamllm.vllm_compat import NEUTRAL, SHORT_FLAGS, UNSUPPORTED, check_other_setting
 
 
-def add_settings(parser: argparse.ArgumentParser, config_class: type, title: str) -> None:
-    """Add one flag per setting of ``config_class``. Flags left out stay out of the parsed namespace."""
+def add_settings(
+    parser: argparse.ArgumentParser, config_class: type, title: str, only: Collection[str] | None = None
+) -> None:
+    """Add one flag per setting of ``config_class``. Flags left out stay out of the parsed namespace.
+
+    Args:
+        only: names of the settings that get one; ``None`` for all.
+    """
     group = parser.add_argument_group(title)
     for declared in settings_of(config_class):
+        if only is not None and declared.name not in only:
+            continue
         rules = declared.metadata
         flags = ["--" + name.replace("_", "-") for name in (declared.name, *rules["aliases"])]
         flags += [f"-{short}" for short, name in SHORT_FLAGS.items() if name == declared.name]

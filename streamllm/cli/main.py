@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from streamllm import __version__
-from streamllm.cli import collect_env, models, plan, pull, serve, tune_gpu
+from streamllm.cli import collect_env, models, plan, pull, run_batch, serve, tune_gpu
 from streamllm.errors import ConfigError, StreamLLMError
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
@@ -16,6 +16,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "list": models.run_list,
     "remove": models.run_remove,
     "plan": plan.run,
+    "run-batch": run_batch.run,
     "collect-env": collect_env.run,
     "tune-gpu": tune_gpu.run,
 }
@@ -44,6 +45,15 @@ def build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     )
     serve.add_arguments(serve_parser)
     _add_model_commands(commands)
+    run_batch.add_arguments(
+        commands.add_parser(
+            "run-batch",
+            help="answer a file of requests, without a server",
+            description="Answer a file of requests in OpenAI's batch format, a line each, without a server. "
+            "Results are written as they come; the same command goes on where an earlier one stopped.",
+            allow_abbrev=False,
+        )
+    )
     collect_env.add_arguments(
         commands.add_parser(
             "collect-env",

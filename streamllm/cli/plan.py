@@ -85,6 +85,7 @@ def render(name: str, plan: Capacity) -> str:
         ("parameters", f"{plan.num_parameters / 1e6:,.1f} million"),
         ("weights in the file", formats),
         ("weights in memory", gib(plan.weight_bytes)),
+        *([("adapters", f"{gib(plan.adapter_bytes)} in full slots")] if plan.adapter_bytes else []),
         ("KV cache", f"{plan.kv_cache_dtype}, {gib(plan.kv_bytes_per_token)} a token"),
         ("KV block", f"{plan.block_size} tokens, {gib(plan.kv_bytes_per_block)}"),
         ("context of the model", f"{plan.context_length:,} tokens"),

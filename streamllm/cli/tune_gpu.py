@@ -106,9 +106,9 @@ def _tune_products(model: str | None, dtype: Any, device: Any) -> dict[str, Prod
 
     from streamllm.models.checkpoint import open_checkpoint
     from streamllm.models.model_config import ModelConfig
-    from streamllm.ops.gpu.quantized_matrix import PACKED_FORMATS
     from streamllm.ops.gpu.triton_kernels.matmul_plan import product_problem
     from streamllm.ops.gpu.triton_kernels.tune_products import tune, weight_shapes
+    from streamllm.ops.gpu.weight_layout import PACKED_FORMATS
     from streamllm.sources import resolve
 
     files = resolve(model)

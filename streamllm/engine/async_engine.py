@@ -15,27 +15,36 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as SequenceType
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from streamllm.config import EngineConfig
+from streamllm.engine.adapters import AdapterRegistry
 from streamllm.engine.admission import Admission
 from streamllm.engine.block_pool import BlockPool
 from streamllm.engine.block_table import BlockTables, most_blocks
 from streamllm.engine.events import EventLog
+from streamllm.engine.live_requests import LiveRequest, live_requests
 from streamllm.engine.output_processor import OutputProcessor
 from streamllm.engine.prompt_hash import PromptHasher
 from streamllm.engine.queue_limits import check_queue
 from streamllm.engine.request import Request, Sequence
-from streamllm.engine.request_maker import RequestMaker
+from streamllm.engine.request_history import RequestHistory
+from streamllm.engine.request_maker import CheckedRequest, RequestMaker
+from streamllm.engine.request_trace import RequestTrace, make_trace
 from streamllm.engine.scheduler import Scheduler
 from streamllm.engine.sequence_text import SequenceText
-from streamllm.engine.stats import Counters, EngineStats, RequestRecord, memory_figures
+from streamllm.engine.stats import Counters, EngineStats, RequestRecord, take_stats
 from streamllm.engine.step import Limits, PrefixCacheCounters
+from streamllm.engine.step_history import StepHistory
 from streamllm.engine.step_loop import StepLoop
+from streamllm.engine.step_observer import StepObserver
 from streamllm.engine.stream import RequestStream
 from streamllm.engine.structured import GrammarCompiler, GrammarMasks, constrain
 from streamllm.engine.token_rules import TokenRuleMaker
+from streamllm.engine.watch import EngineWatch
 from streamllm.errors import EngineDeadError, InvalidRequestError
+from streamllm.lora.request import LoRARequest
 from streamllm.models.kv_layout import kv_layout
 from streamllm.models.rope import restart_length
 from streamllm.ops.step_inputs import MAX_LOGPROBS
@@ -90,7 +99,10 @@ class AsyncEngine:
         self.dead_error: str | None = None
         self._executor = executor
         self._eos_token_ids = frozenset(tokenizer.eos_token_ids) | frozenset(model_config.eos_token_ids)
-        self.events = EventLog()
+        self.weight_bytes = 0
+        self.history = RequestHistory()
+        self.events = EventLog(history=self.history)
+        self.steps = StepHistory()
         self._windows = kv_layout(model_config.layer_windows).windows
         self._pool = BlockPool(num_blocks, config.block_size, debug=config.debug_kv_blocks)
         self._scheduler = Scheduler(
@@ -102,6 +114,7 @@ class AsyncEngine:
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
                 restart_length=restart_length(model_config.ropes),
                 queue_depth=executor.queue_depth,
+                max_loras=config.max_loras if config.enable_lora else 0,
             ),
             events=self.events,
             debug=config.debug_kv_blocks,
@@ -116,6 +129,12 @@ class AsyncEngine:
                 n, config.block_size, self._windows, config.max_num_batched_tokens
             ),
         )
+        self.adapters = AdapterRegistry(
+            lambda name, path: executor.read_adapter(name, path),
+            capacity=config.max_cpu_loras if config.enable_lora else 0,
+            drop=self._scheduler.lora_slots.drop,
+            reserved=[model_name],
+        )
         self._hasher = PromptHasher(
             config.block_size, model_config.ropes, enabled=config.enable_prefix_caching
         )
@@ -125,10 +144,11 @@ class AsyncEngine:
         self.renderer = ChatRenderer(tokenizer, chat_template, self._admission.check_text)
         self._outputs = OutputProcessor(tokenizer, self._scheduler.finish, self._on_finished, self.events)
         masks = GrammarMasks(config.max_num_seqs, vocab_size, num_steps=executor.queue_depth)
-        self._steps = StepLoop(self._scheduler, executor, self._outputs, masks)
+        observer = StepObserver(self._scheduler, self.events, self.history.waits)
+        self._steps = StepLoop(self._scheduler, executor, self._outputs, masks, observer, self.steps)
         self._maker = RequestMaker(config, tokenizer, self._eos_token_ids, max_model_len, self.abort)
         self._requests: dict[str, Request] = {}
-        self._observers: list[Callable[[RequestRecord], None]] = []
+        self._observers: list[Callable[[RequestRecord], None]] = [self.history.end]
         self._num_requests = 0
         self._seeds = random.Random(config.seed)
         self._task: asyncio.Task[None] | None = None
@@ -213,6 +233,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         prompt_only: bool = False,
+        lora_request: LoRARequest | None = None,
     ) -> list[RequestStream]:
         """Queue several requests, or none of them, and return their streams.
 
@@ -224,53 +245,45 @@ class AsyncEngine:
             cache_salt: only requests with the same salt share cached blocks.
             prompt_only: generate nothing: every choice ends, with reason ``"length"``, when the prompt is
                 computed (for its logprobs).
+            lora_request: the adapter that answers them. Its files are read first, if they are not in memory.
 
         Raises:
             InvalidRequestError: one of them cannot be served as written; among several, ``param`` is
                 ``prompt[index]``. 429: the queue is full.
+            RequestFailedError: an adapter that was served cannot be read again.
             EngineDeadError: the engine has stopped.
         """
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self._check_alive()
         self._admission.check_priority(priority)
         self._admission.check_cache_salt(cache_salt)
-        checked = []
-        rules: dict[int, tuple[TokenRules | None, CompiledGrammar | None]] = {}
-        pause_at = time.monotonic() + LONGEST_TURN
-        for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
-            try:
-                token_ids = await self.check_prompt(prompt, prompt_params, add_special_tokens)
-                if id(prompt_params) not in rules:
-                    rules[id(prompt_params)] = await self._make_rules(prompt_params)
-                hash_seed, hashes = await self._hash(token_ids, prompt_params, cache_salt)
-            except InvalidRequestError as error:
-                raise error if len(prompts) == 1 else error.at_index("prompt", index) from None
-            text = prompt if isinstance(prompt, str) else None
-            checked.append((text, token_ids, prompt_params, hash_seed, hashes))
-            if time.monotonic() > pause_at:
-                await asyncio.sleep(0)
-                pause_at = time.monotonic() + LONGEST_TURN
-        self._check_alive()
-        check_queue(self.config, self._scheduler, [(token_ids, p) for _, token_ids, p, _, _ in checked])
-        request_ids = request_ids or [uuid.uuid4().hex for _ in prompts]
-        for request_id in request_ids:
-            if request_id in self._requests:
-                raise InvalidRequestError(
-                    f"a request with the id {request_id!r} is running.", param="request_id"
+        async with self.adapters.use(lora_request) as adapter:
+            content = None if adapter is None else adapter.content
+            checked = await self._check_all(prompts, params, add_special_tokens, cache_salt, content)
+            self._check_alive()
+            check_queue(self.config, self._scheduler, [(each.token_ids, each.params) for each in checked])
+            request_ids = request_ids or [uuid.uuid4().hex for _ in prompts]
+            for request_id in request_ids:
+                if request_id in self._requests:
+                    raise InvalidRequestError(
+                        f"a request with the id {request_id!r} is running.", param="request_id"
+                    )
+            streams = []
+            for request_id, each in zip(request_ids, checked, strict=True):
+                request = self._maker.make(
+                    request_id, each.text, each.token_ids, each.params, arrival_time, lora_request
                 )
-        streams = []
-        for request_id, (text, token_ids, prompt_params, hash_seed, hashes) in zip(
-            request_ids, checked, strict=True
-        ):
-            request = self._maker.make(request_id, text, token_ids, prompt_params, arrival_time)
-            request.hash_seed = hash_seed
-            request.prompt_only = prompt_only or request.embedding is not None
-            request.rules, grammar = rules[id(prompt_params)]
-            self._make_sequences(request, prompt_params, hashes, priority)
-            constrain(request, grammar)
-            self._requests[request_id] = request
-            self._scheduler.add(request)
-            streams.append(request.stream)
+                request.adapter = adapter
+                request.hash_seed = each.hash_seed
+                request.prompt_only = prompt_only or request.embedding is not None
+                request.rules = each.rules
+                self._make_sequences(request, each.params, each.hashes, priority)
+                constrain(request, each.grammar)
+                self._requests[request_id] = request
+                if adapter is not None and lora_request is not None:
+                    self.adapters.retain(lora_request.lora_name, adapter)
+                self._scheduler.add(request)
+                streams.append(request.stream)
         self._steps.wake()
         return streams
 
@@ -279,9 +292,10 @@ class AsyncEngine:
         prompt: str | list[int],
         params: SamplingParams | BeamSearchParams,
         request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Queue a request and iterate over its outputs; leaving the iteration early aborts it."""
-        stream = await self.add_request(prompt, params, request_id=request_id)
+        stream = await self.add_request(prompt, params, request_id=request_id, lora_request=lora_request)
         try:
             async for output in stream:
                 yield output
@@ -326,21 +340,10 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         """A snapshot of queues, memory and counters."""
-        counters = self._outputs.counters
-        scheduler = self._scheduler
-        return EngineStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_waiting_tokens=scheduler.num_waiting_tokens,
-            memory=memory_figures(self._pool, scheduler.sequences()),
-            num_preemptions=scheduler.num_preemptions,
-            prefix_cache_queries=scheduler.prefix_cache.queries,
-            prefix_cache_hits=scheduler.prefix_cache.hits,
-            prompt_tokens=counters.prompt_tokens,
-            generation_tokens=counters.generation_tokens,
-            finished=dict(counters.finished),
+        return take_stats(
+            self._scheduler,
+            self._outputs.counters,
             max_model_len=self.max_model_len,
-            block_size=self._pool.block_size,
             num_steps=self._steps.num_steps,
         )
 
@@ -348,6 +351,7 @@ class AsyncEngine:
         """Count tokens and requests from zero."""
         self._outputs.counters = Counters()
         self._scheduler.prefix_cache = PrefixCacheCounters()
+        self.history.forget_ended()
 
     def reset_prefix_cache(self) -> None:
         """Forget the prefix cache; running requests go on."""
@@ -356,6 +360,19 @@ class AsyncEngine:
     def on_request_finished(self, callback: Callable[[RequestRecord], None]) -> None:
         """Call ``callback`` with the record of every request that ends, however it ends."""
         self._observers.append(callback)
+
+    def trace(self, request_id: str, *, with_steps: bool = True) -> RequestTrace | None:
+        """What happened to a request that lives or has ended lately; ``None`` of one that is not known."""
+        steps = self.steps if with_steps else None
+        return make_trace(request_id, self._requests.get(request_id), self.history, steps)
+
+    def live_requests(self, limit: int | None = None) -> list[LiveRequest]:
+        """The requests that wait or run, the oldest first, at most ``limit`` of them."""
+        return list(live_requests(islice(self._requests.values(), limit), time.monotonic()))
+
+    def watch(self) -> EngineWatch:
+        """A view of blocks, requests and figures to be looked at from time to time; drop it when done."""
+        return EngineWatch(self._pool, self._requests.values, self.stats, self.events)
 
     # -- the step loop -------------------------------------------------------------------------------------
 
@@ -388,6 +405,33 @@ class AsyncEngine:
         self._admission.check_params(params, len(token_ids))
         return token_ids
 
+    async def _check_all(
+        self,
+        prompts: SequenceType[str | list[int]],
+        params: SequenceType[RequestParams],
+        add_special_tokens: bool,
+        cache_salt: str | None,
+        adapter: bytes | None,
+    ) -> list[CheckedRequest]:
+        """All that is known of requests before any of them is queued."""
+        checked = []
+        rules: dict[int, tuple[TokenRules | None, CompiledGrammar | None]] = {}
+        pause_at = time.monotonic() + LONGEST_TURN
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                token_ids = await self.check_prompt(prompt, own, add_special_tokens)
+                if id(own) not in rules:
+                    rules[id(own)] = await self._make_rules(own)
+                hash_seed, hashes = await self._hash(token_ids, own, cache_salt, adapter)
+            except InvalidRequestError as error:
+                raise error if len(prompts) == 1 else error.at_index("prompt", index) from None
+            text = prompt if isinstance(prompt, str) else None
+            checked.append(CheckedRequest(text, token_ids, own, hash_seed, hashes, *rules[id(own)]))
+            if time.monotonic() > pause_at:
+                await asyncio.sleep(0)
+                pause_at = time.monotonic() + LONGEST_TURN
+        return checked
+
     async def _make_rules(self, params: RequestParams) -> tuple[TokenRules | None, CompiledGrammar | None]:
         """What restricts the tokens that a request's rows draw."""
         if isinstance(params, PoolingParams):
@@ -395,12 +439,12 @@ class AsyncEngine:
         return await self._rule_maker.make(params), await self._grammars.compile(params)
 
     async def _hash(
-        self, token_ids: list[int], params: RequestParams, cache_salt: str | None
+        self, token_ids: list[int], params: RequestParams, cache_salt: str | None, adapter: bytes | None
     ) -> tuple[bytes | None, list[bytes]]:
         """As :meth:`PromptHasher.hash`; none for a mean: it takes every row of its prompt, computed anew."""
         if isinstance(params, PoolingParams) and resolved_pooling(params, self.config.pooling) == "mean":
             return None, []
-        return await self._hasher.hash(token_ids, cache_salt)
+        return await self._hasher.hash(token_ids, cache_salt, adapter)
 
     def _max_beam_width(self) -> int:
         """A beam reports as many candidates as there are beams, times one more than there are EOS tokens."""
@@ -436,7 +480,9 @@ class AsyncEngine:
         ]
 
     def _on_finished(self, record: RequestRecord) -> None:
-        self._requests.pop(record.request_id, None)
+        request = self._requests.pop(record.request_id, None)
+        if request is not None and request.adapter is not None and request.stream.lora_request is not None:
+            self.adapters.release(request.stream.lora_request.lora_name, request.adapter)
         for callback in self._observers:
             callback(record)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from streamllm.engine import embedding, prompt_logprobs
+from streamllm.engine.lora_slots import LoraSlots
 from streamllm.engine.request import Sequence
 from streamllm.engine.step import InFlight, Step
 from streamllm.runner.messages import BlockUpdate, NewSequence, OutputRow, ScheduledBatch, ScheduledRow
@@ -18,25 +19,29 @@ class BatchMaker:
     Args:
         fork: called with a sequence whose prompt will be computed when the step returns; gives the siblings
             that draw their first token from the same row.
+        lora_slots: gives sequences the slots of their adapters.
 
     Attributes:
         in_flight: steps that have been handed out and have not returned, by number, the oldest first. Who
             takes one out counts down ``in_flight`` of its ``rows`` and ``forks``.
     """
 
-    def __init__(self, fork: Callable[[Sequence], Iterable[Sequence]]) -> None:
+    def __init__(self, fork: Callable[[Sequence], Iterable[Sequence]], lora_slots: LoraSlots) -> None:
         self.in_flight: dict[int, InFlight] = {}
         self._fork = fork
+        self._lora_slots = lora_slots
         self._num_steps = 0
         self._finished_slots: list[int] = []
         self._unknown_to_runner: set[int] = set()
 
     def enter(self, sequence: Sequence) -> None:
         """A sequence has got a slot."""
+        self._lora_slots.enter(sequence)
         self._unknown_to_runner.add(sequence.sequence_id)
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence gives its slot back, if it has one."""
+        self._lora_slots.leave(sequence)
         self._unknown_to_runner.discard(sequence.sequence_id)
         if sequence.slot >= 0:
             self._finished_slots.append(sequence.slot)
@@ -72,6 +77,8 @@ class BatchMaker:
                     for sibling in self._fork(sequence):
                         self._add_fork(batch, in_flight, sibling, row)
         batch.finished_slots, self._finished_slots = self._finished_slots, []
+        batch.lora_loads = self._lora_slots.take_loads()
+        in_flight.lora_slots = [load.slot for load in batch.lora_loads]
         self.in_flight[batch.step] = in_flight
         self._num_steps += 1
         return batch

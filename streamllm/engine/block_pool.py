@@ -6,11 +6,15 @@ a hash keeps that content after its last holder has let go, until its memory is 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 
 BlockKey = tuple[int, bytes]
 """What a cached block holds: its KV group, and the hash of its tokens and of everything before them."""
+
+
+COPIES_KEPT = 256
+"""Copies on write that a pool remembers, for whoever watches it."""
 
 
 class OutOfBlocksError(Exception):
@@ -29,6 +33,10 @@ class BlockPool:
         num_blocks: blocks in the pool.
         block_size: tokens a block holds.
         debug: holders note each block's generation, so that a block that was freed under them is found.
+
+    Attributes:
+        num_copies: copies on write since the start.
+        copies: the latest of them, as (source, copy).
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, debug: bool = False) -> None:
@@ -38,6 +46,8 @@ class BlockPool:
         self.block_size = block_size
         self.debug = debug
         self.generations = [0] * num_blocks
+        self.num_copies = 0
+        self.copies: deque[tuple[int, int]] = deque(maxlen=COPIES_KEPT)
         self._reference_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._keys: list[BlockKey | None] = [None] * num_blocks
@@ -55,6 +65,16 @@ class BlockPool:
     def num_cached(self) -> int:
         """Blocks whose content is known, held or free."""
         return len(self._cached)
+
+    @property
+    def reference_counts(self) -> list[int]:
+        """How many hold each block: the pool's own list, to be read only."""
+        return self._reference_counts
+
+    @property
+    def keys(self) -> list[BlockKey | None]:
+        """What each block is known to contain: the pool's own list, to be read only."""
+        return self._keys
 
     def reference_count(self, block_id: int) -> int:
         return self._reference_counts[block_id]
@@ -107,6 +127,18 @@ class BlockPool:
                 self._free[block_id] = None
                 if self._keys[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
+
+    def replace(self, block_id: int) -> int:
+        """Exchange a holder's part in a shared block for a block of its own, to which it will be copied.
+
+        Raises:
+            OutOfBlocksError: none is free; nothing has changed.
+        """
+        (copy,) = self.allocate(1)
+        self.release([block_id])
+        self.num_copies += 1
+        self.copies.append((block_id, copy))
+        return copy
 
     # -- the prefix cache ----------------------------------------------------------------------------------
 

@@ -102,9 +102,8 @@ class BlockTables:
             block_ids = table.block_ids
             if first_written < len(block_ids) and self._is_shared(block_ids[first_written]):
                 source = block_ids[first_written]
-                (block_ids[first_written],) = pool.allocate(1)
+                block_ids[first_written] = pool.replace(source)
                 copies.append((source, block_ids[first_written]))
-                pool.release([source])
                 table.num_sent = min(table.num_sent, first_written)
             if last > len(block_ids):
                 block_ids.extend(pool.allocate(last - len(block_ids)))

@@ -13,6 +13,7 @@ from streamllm.engine.memory import gib, longest_sequence, num_kv_blocks
 from streamllm.errors import StreamLLMError
 from streamllm.models.checkpoint import Checkpoint
 from streamllm.models.kv_layout import kv_layout
+from streamllm.models.lora_targets import check_adaptable, lora_bytes
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.tensor_shapes import expected_shapes
 from streamllm.models.weights import WeightMode, weight_bytes
@@ -34,6 +35,7 @@ class Capacity:
         num_parameters: elements of all weights.
         weight_formats: bytes in the file by format.
         weight_bytes: bytes in memory.
+        adapter_bytes: bytes that full slots of LoRA adapters take beside them.
         kv_cache_dtype: of the KV cache.
         kv_bytes_per_token: over all layers; those with a window give theirs back.
         block_size: tokens a block.
@@ -52,6 +54,7 @@ class Capacity:
     num_parameters: int
     weight_formats: dict[str, int]
     weight_bytes: int
+    adapter_bytes: int
     kv_cache_dtype: str
     kv_bytes_per_token: int
     block_size: int
@@ -99,13 +102,19 @@ def capacity(config: EngineConfig, model_config: ModelConfig, checkpoint: Checkp
     layout, bytes_per_block = kv_layout(model_config.layer_windows), target.kv_bytes_per_block
     mode: WeightMode = "float32" if config.exact or model_config.through_transformers else "packed"
     weights = weight_bytes(checkpoint, target.packed_formats, mode, dense_itemsize=target.dense_itemsize)
+    adapters = 0
+    if config.enable_lora:
+        check_adaptable(model_config)
+        adapters = lora_bytes(
+            model_config, config.lora_limits, checkpoint, mode, dense_itemsize=target.dense_itemsize
+        )
     num_blocks = longest = 0
     problem = None
     try:
         num_blocks = num_kv_blocks(
             config,
             bytes_per_block=bytes_per_block,
-            weight_bytes=weights,
+            weight_bytes=weights + adapters,
             available=target.available,
             total=target.total,
         )
@@ -128,6 +137,7 @@ def capacity(config: EngineConfig, model_config: ModelConfig, checkpoint: Checkp
         num_parameters=num_parameters,
         weight_formats=_formats(checkpoint),
         weight_bytes=weights,
+        adapter_bytes=adapters,
         kv_cache_dtype=target.kv_cache_dtype,
         kv_bytes_per_token=bytes_per_block * layout.num_groups // config.block_size,
         block_size=config.block_size,
@@ -139,7 +149,9 @@ def capacity(config: EngineConfig, model_config: ModelConfig, checkpoint: Checkp
         max_model_len=longest,
         sequences=tuple((length, num_blocks // blocks_of(length)) for length in lengths),
         problem=problem,
-        remedies=_remedies(config, target, checkpoint, mode, weights, num_parameters) if problem else (),
+        remedies=_remedies(config, target, checkpoint, mode, weights + adapters, num_parameters)
+        if problem
+        else (),
     )
 
 
@@ -165,7 +177,7 @@ def _gpu_target(config: EngineConfig, model_config: ModelConfig, checkpoint: Che
     from streamllm.engine.gpu_loader import activation_dtype, cache_dtype, find_gpu
     from streamllm.ops.gpu.device_kv_cache import device_kv_bytes_per_block
     from streamllm.ops.gpu.gpu_ops import DTYPES
-    from streamllm.ops.gpu.quantized_matrix import PACKED_FORMATS
+    from streamllm.ops.gpu.weight_layout import PACKED_FORMATS
 
     gpu = find_gpu(config)
     dtype = activation_dtype(config, checkpoint)

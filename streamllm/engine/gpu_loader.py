@@ -4,6 +4,7 @@ takes, and give the KV pool what is left."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("streamllm.engine")
 
 INSTALL = "pip install 'streamllm[gpu]'"
+_FLOATS = ("float32", "float16", "bfloat16")
 GRAPH_BYTES, PIECE_BYTES = 3 * 2**20, 2**17
 """What the launches of one forward take as a graph, and each piece of one that is cut at attention, besides
 activations: a generous guess."""
@@ -132,12 +134,17 @@ def find_gpu(config: EngineConfig) -> GpuTarget:
 
 
 def activation_dtype(config: EngineConfig, checkpoint: Checkpoint) -> str:
-    """``"float32"``, ``"float16"`` or ``"bfloat16"``: what the flag asks for, or the dtype of the largest
-    weight if that is a 16-bit one, or bfloat16, which never overflows where float32 does not."""
+    """``"float32"``, ``"float16"`` or ``"bfloat16"``: what the flag asks for, or the checkpoint's own dtype
+    if that has 16 bits, or bfloat16, which never overflows where float32 does not. It is the largest
+    weight's; where that is quantised, the largest vector's, as those never are (in a GGUF they are float32).
+    """
     if config.dtype != "auto":
         return {"float": "float32", "half": "float16"}.get(config.dtype, config.dtype)
-    stored = checkpoint.format(max(checkpoint.names(), key=checkpoint.num_bytes))
-    return stored if stored in ("float16", "bfloat16") else "bfloat16"
+    names = sorted(checkpoint.names(), key=checkpoint.num_bytes, reverse=True)
+    vectors = (name for name in names if len(checkpoint.shape(name)) == 1)
+    candidates = (checkpoint.format(name) for name in (names[0], *vectors))
+    stored = next((dtype for dtype in candidates if dtype in _FLOATS), "float32")
+    return "bfloat16" if stored == "float32" else stored
 
 
 def cache_dtype(config: EngineConfig, activations: str) -> str:
@@ -149,13 +156,25 @@ def cache_dtype(config: EngineConfig, activations: str) -> str:
     if wanted in ("fp8", "fp8_e4m3"):
         return "fp8"
     if wanted == "int8":
-        raise ConfigError("--kv-cache-dtype int8 is for CPUs in this version; use fp8 on a GPU.")
+        return wanted
     if wanted not in ("auto", activations):
         raise ConfigError(
             f"--kv-cache-dtype {wanted} does not go with {activations} activations on a GPU; use auto (which "
-            f"is {activations}) or fp8."
+            f"is {activations}), int8 or fp8."
         )
     return activations
+
+
+def _check_head_size(kernels: GpuKernels, head_dim: int, kv_cache_dtype: str) -> None:
+    """
+    Raises:
+        ConfigError: the kernels cannot read such heads from such a cache.
+    """
+    if kernels.name == "cuda" and kv_cache_dtype in ("int8", "fp8") and head_dim % 16:
+        raise ConfigError(
+            f"--kv-cache-dtype {kv_cache_dtype} needs heads of a multiple of 16 dimensions, and this model's "
+            f"have {head_dim}; use auto, or Triton's kernels (STREAMLLM_GPU_KERNELS=triton)."
+        )
 
 
 def load_on_gpu(
@@ -183,12 +202,16 @@ def load_on_gpu(
     check_supported(model_config)
     dtype = activation_dtype(config, checkpoint)
     kv_cache_dtype = cache_dtype(config, dtype)
+    _check_head_size(target.kernels, model_config.head_dim, kv_cache_dtype)
     weight_mode: WeightMode = "float32" if config.exact else "packed"
     available = target.memory.free()
     _check_weights_fit(checkpoint, weight_mode, DTYPES[dtype].itemsize, available)
     # The code of Transformers' models looks at values on the host, which no graph can hold.
     recorder = None if model_config.through_transformers else target.recorder
-    backend = GpuBackend(target.kernels, target.device, DTYPES[dtype], recorder=recorder, progress=progress)
+    make_backend = functools.partial(
+        GpuBackend, target.kernels, target.device, DTYPES[dtype], lora=config.lora_limits
+    )
+    backend = make_backend(recorder=recorder, progress=progress)
     with _where_memory_ends(
         f"Not enough memory on the GPU for the weights ({gib(available)} were free); take a smaller model or "
         "quantised weights."
@@ -212,7 +235,7 @@ def load_on_gpu(
         )
 
     def run_largest_step() -> None:
-        trial = GpuBackend(target.kernels, target.device, DTYPES[dtype])
+        trial = make_backend()
         limit = config.max_model_len
         longest = model_config.context_length
         if limit is not None and limit != AUTO_LENGTH:
@@ -272,7 +295,7 @@ def _check_weights_fit(
     checkpoint: Checkpoint, weight_mode: WeightMode, itemsize: int, available: int
 ) -> None:
     """Refuses at once what would fail after minutes of loading."""
-    from streamllm.ops.gpu.quantized_matrix import PACKED_FORMATS
+    from streamllm.ops.gpu.weight_layout import PACKED_FORMATS
 
     needed = weight_bytes(checkpoint, PACKED_FORMATS, weight_mode, dense_itemsize=itemsize)
     if needed > available:
@@ -294,6 +317,8 @@ def _graph_bytes(
     largest = min(tokens, LARGEST_PIECEWISE)
     num_whole, num_cut = len(ladder(min(config.max_num_seqs, tokens))), len(ladder(largest))
     launches = num_whole * GRAPH_BYTES + num_cut * (model_config.num_layers + 1) * PIECE_BYTES
+    if config.lora_limits is not None:
+        launches *= 2  # with adapters and without
     return step_bytes * largest // tokens + launches
 
 

@@ -13,6 +13,7 @@ from streamllm.errors import ModelLoadError
 from streamllm.machine import available_cores, available_memory, memory_nodes
 from streamllm.models.checkpoint import Checkpoint, open_checkpoint
 from streamllm.models.kv_layout import kv_layout
+from streamllm.models.lora_targets import check_adaptable, lora_bytes
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.weights import WeightMode
 from streamllm.ops.instruction_set import instruction_set
@@ -32,6 +33,8 @@ def load_engine(config: EngineConfig) -> AsyncEngine:
     """See :meth:`AsyncEngine.from_config`."""
     files = resolve(config.model, revision=config.revision)
     model_config = ModelConfig.from_files(files, trust_remote_code=config.trust_remote_code)
+    if config.enable_lora:
+        check_adaptable(model_config)
     checkpoint = open_checkpoint(files, model_config, quantization=config.quantization)
     tokenizer = _load_tokenizer(files)
     load = _load_on_cpu
@@ -57,7 +60,7 @@ def load_engine(config: EngineConfig) -> AsyncEngine:
             "--kv-cache-memory-bytes for longer ones",
             runner.max_model_len, model_config.context_length,
         )  # fmt: skip
-    return AsyncEngine(
+    engine = AsyncEngine(
         config=config,
         model_name=files.served_name,
         model_config=model_config,
@@ -68,6 +71,13 @@ def load_engine(config: EngineConfig) -> AsyncEngine:
         max_model_len=runner.max_model_len,
         default_sampling=dict(model_config.default_sampling) if config.generation_config == "auto" else {},
     )
+    engine.weight_bytes = runner.weight_bytes
+    try:
+        engine.adapters.load_modules(config.lora_module_paths)
+    except ModelLoadError:
+        runner.close()
+        raise
+    return engine
 
 
 def _load_on_cpu(
@@ -88,7 +98,8 @@ def _load_on_cpu(
         bytes_per_block=ModelRunner.kv_bytes_per_block(
             model_config, config.block_size, config.resolved_kv_cache_dtype
         ),
-        weight_bytes=ModelRunner.expected_weight_bytes(checkpoint, weight_mode),
+        weight_bytes=ModelRunner.expected_weight_bytes(checkpoint, weight_mode)
+        + lora_bytes(model_config, config.lora_limits, checkpoint, weight_mode),
         available=available,
     )
     max_model_len = longest_sequence(
@@ -113,6 +124,7 @@ def _load_on_cpu(
         backend="torch" if config.backend == "torch" else "cpu",
         sampled_vocab_size=sampled_vocab_size,
         progress=progress,
+        lora=config.lora_limits,
     )
     return runner, f"{threads} threads"
 

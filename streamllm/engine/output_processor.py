@@ -10,7 +10,8 @@ from streamllm.engine.beam_search import BeamSearch
 from streamllm.engine.events import EventLog
 from streamllm.engine.request import Request, Sequence, SequenceUpdate
 from streamllm.engine.sequence_text import SequenceText
-from streamllm.engine.stats import Counters, RequestRecord
+from streamllm.engine.stats import Counters, RequestRecord, request_record
+from streamllm.engine.step_history import Delivery
 from streamllm.errors import StreamLLMError
 from streamllm.outputs import CompletionOutput, Logprob
 from streamllm.runner.messages import TokenLogprobs
@@ -37,14 +38,16 @@ class OutputProcessor:
         events: EventLog,
     ) -> None:
         self._events = events
+        self._delivery = Delivery(0.0)
         self.counters = Counters()
         self._tokenizer = tokenizer
         self._finish = finish
         self._on_finished = on_finished
 
-    def process(self, updates: list[SequenceUpdate]) -> None:
+    def process(self, updates: list[SequenceUpdate]) -> Delivery:
         """Deliver a step's updates. A sequence aborted since then gets nothing more."""
         now = time.monotonic()
+        delivery = self._delivery = Delivery(now)
         for update in updates:
             if update.sequence.finish_reason == "abort":
                 continue
@@ -59,6 +62,7 @@ class OutputProcessor:
                 # One request's text must not end the others.
                 logger.exception("delivering to request %s failed", update.sequence.request.request_id)
                 self._fail(update.sequence.request, f"delivering its output failed: {error}", now)
+        return delivery
 
     def fail(self, request: Request, error: str) -> None:
         """End a request with an error, at any time."""
@@ -76,6 +80,10 @@ class OutputProcessor:
         self._count_prompt(request)
         if not request.prompt_only:
             self._note_times(request, now)
+            if last := sequence.last_token_time:
+                gaps = self._delivery.gaps
+                gaps[last] = gaps.get(last, 0) + 1
+            sequence.last_token_time = now
         delta = CompletionOutput(
             index=sequence.choice_index,
             finish_reason=update.finish_reason,
@@ -139,11 +147,13 @@ class OutputProcessor:
             request.prompt_counted = True
             request.stream.num_cached_tokens = request.num_cached_tokens
             self.counters.prompt_tokens += len(request.prompt_token_ids)
+            self.counters.cached_prompt_tokens += request.num_cached_tokens
 
     def _note_times(self, request: Request, now: float) -> None:
         metrics = request.metrics
         if metrics.first_token_time is None:
             metrics.first_token_time = now
+            self._delivery.first_tokens.append(now - metrics.arrival_time)
             self._events.record("first_token", request.request_id)
         metrics.last_token_time = now
 
@@ -188,17 +198,4 @@ class OutputProcessor:
         num_tokens = request.stream.num_pushed_tokens
         self._events.record("finished", request.request_id, num_tokens, reason)
         self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
-        self._on_finished(
-            RequestRecord(
-                request_id=request.request_id,
-                arrival_time=metrics.arrival_time,
-                first_scheduled_time=metrics.first_scheduled_time,
-                first_token_time=metrics.first_token_time,
-                last_token_time=metrics.last_token_time,
-                finished_time=now,
-                num_prompt_tokens=len(request.prompt_token_ids),
-                num_generation_tokens=num_tokens,
-                num_preemptions=metrics.num_preemptions,
-                finish_reason=reason,
-            )
-        )
+        self._on_finished(request_record(request, reason, now))

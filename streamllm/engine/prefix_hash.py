@@ -14,15 +14,20 @@ HASH_BYTES = 16
 """128 bits: two of 2^64 different blocks collide with a probability below one half."""
 
 
-def chain_seed(*, salt: str | None = None, prompt_length: int | None = None) -> bytes:
+def chain_seed(
+    *, salt: str | None = None, prompt_length: int | None = None, adapter: bytes | None = None
+) -> bytes:
     """The parent of a sequence's first block.
 
     Args:
         salt: the client's ``cache_salt``: only requests with the same one share blocks.
         prompt_length: given where keys depend on it (dynamic rotary scaling beyond the trained length).
+        adapter: the content of the request's adapter, a digest of at most 64 bytes: other weights give other
+            K and V, whatever the adapter is called.
     """
     text = f"{'' if salt is None else 's' + salt}\0{'' if prompt_length is None else prompt_length}"
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES).digest()
+    # As the key, so that no salt can spell an adapter's content.
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES, key=adapter or b"").digest()
 
 
 def restarted_seed(seed: bytes) -> bytes:

@@ -31,13 +31,19 @@ class PromptHasher:
         self._restart_length = restart_length(ropes)
         self._enabled = enabled
 
-    async def hash(self, token_ids: list[int], cache_salt: str | None) -> tuple[bytes | None, list[bytes]]:
-        """(parent of the first block's hash, hashes of the full blocks); ``None`` and none without cache."""
+    async def hash(
+        self, token_ids: list[int], cache_salt: str | None, adapter: bytes | None = None
+    ) -> tuple[bytes | None, list[bytes]]:
+        """(parent of the first block's hash, hashes of the full blocks); ``None`` and none without cache.
+
+        Args:
+            cache_salt, adapter: as of :func:`chain_seed`.
+        """
         if not self._enabled:
             return None, []
         length = len(token_ids)
         dynamic = any(depends_on_length(rope, length) for rope in self._dynamic)
-        seed = chain_seed(salt=cache_salt, prompt_length=length if dynamic else None)
+        seed = chain_seed(salt=cache_salt, prompt_length=length if dynamic else None, adapter=adapter)
         if 0 < self._restart_length < length:
             seed = restarted_seed(seed)
         if length < LONG_PROMPT:

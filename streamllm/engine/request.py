@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from streamllm.engine.sequence_text import SequenceText
     from streamllm.engine.stream import RequestStream
     from streamllm.engine.structured import GrammarState
+    from streamllm.ops.lora import LoraAdapter
     from streamllm.runner.token_rules import TokenRules
 
 
@@ -48,6 +49,7 @@ class Sequence:
         num_computed_tokens: leading tokens whose K and V are in the cache (or will be when the steps in
             flight have returned).
         slot: place in the runner's state while running.
+        lora_slot: where its request's adapter is loaded while it runs; -1 without one.
         num_sent_tokens: how many of ``token_ids`` the runner has been told.
         num_pending_tokens: tokens that steps in flight draw and that it goes on from without knowing them
             (see :mod:`streamllm.engine.run_ahead`); they follow ``token_ids``.
@@ -56,6 +58,7 @@ class Sequence:
         restart_length: its length when it last started over because its keys were to have other angles; 0:
             it has not.
         grammar: where its text stands in the grammar that it must follow, if there is one.
+        last_token_time: when its last token was delivered, seconds of ``time.monotonic()``; 0: none was.
     """
 
     key: SchedulingKey
@@ -70,6 +73,7 @@ class Sequence:
     num_computed_tokens: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     slot: int = -1
+    lora_slot: int = -1
     num_sent_tokens: int = 0
     num_pending_tokens: int = 0
     run_ahead_limit: int = 0
@@ -78,6 +82,7 @@ class Sequence:
     grammar: GrammarState | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    last_token_time: float = 0.0
 
     @property
     def sequence_id(self) -> int:
@@ -125,6 +130,7 @@ class Sequence:
             rules=request.rules,
             logprobs_mode=request.logprobs_mode,
             restart_length=self.restart_length,
+            lora_slot=self.lora_slot,
         )
 
     def start_over(self, block_size: int) -> None:
@@ -181,6 +187,7 @@ class Request:
         num_logprobs: likeliest tokens that the runner reports per sampled one; ``None`` for none.
         logprobs_mode: which values it reports.
         rules: what ``params`` add to the logits and forbid among them, if anything.
+        adapter: the LoRA adapter that it asks for, if any.
         prompt_logprobs: those of the prompt's tokens, if asked for.
         embedding: that of the prompt, if the request is for one.
         prompt_only: the sequences end when the prompt is computed, with reason ``"length"`` (``"stop"`` if
@@ -204,6 +211,7 @@ class Request:
     num_logprobs: int | None = None
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
     rules: TokenRules | None = None
+    adapter: LoraAdapter | None = None
     prompt_logprobs: PromptLogprobs | None = None
     embedding: Embedding | None = None
     prompt_only: bool = False

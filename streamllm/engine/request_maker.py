@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from streamllm.config import EngineConfig
 from streamllm.engine.beam_search import BeamSearch
@@ -10,11 +11,28 @@ from streamllm.engine.embedding import Embedding
 from streamllm.engine.prompt_logprobs import PromptLogprobs
 from streamllm.engine.request import Request
 from streamllm.engine.stream import RequestStream, Selection
+from streamllm.lora.request import LoRARequest
 from streamllm.ops.step_inputs import LogprobsMode
 from streamllm.outputs import RequestMetrics
 from streamllm.pooling_params import PoolingParams, RequestParams, resolved_pooling
 from streamllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from streamllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from streamllm.engine.grammar_compile import CompiledGrammar
+    from streamllm.runner.token_rules import TokenRules
+
+
+class CheckedRequest(NamedTuple):
+    """A request that may be queued."""
+
+    text: str | None
+    token_ids: list[int]
+    params: RequestParams
+    hash_seed: bytes | None
+    hashes: list[bytes]
+    rules: TokenRules | None
+    grammar: CompiledGrammar | None
 
 
 class RequestMaker:
@@ -48,6 +66,7 @@ class RequestMaker:
         token_ids: list[int],
         params: RequestParams,
         arrival_time: float,
+        lora_request: LoRARequest | None = None,
     ) -> Request:
         """A request with its stream, without sequences.
 
@@ -55,6 +74,7 @@ class RequestMaker:
             text: the prompt as text, ``None`` if it came as ids.
             token_ids: the prompt.
             arrival_time: seconds of ``time.monotonic()``.
+            lora_request: its adapter, for its outputs.
         """
         beams = embedding = None
         selection = prompt_logprobs = num_logprobs = None
@@ -99,6 +119,7 @@ class RequestMaker:
                 selection=selection,
                 prompt_logprobs=prompt_logprobs,
                 embedding=embedding,
+                lora_request=lora_request,
             ),
             num_logprobs=num_logprobs,
             logprobs_mode=logprobs_mode,

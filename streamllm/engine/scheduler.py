@@ -20,8 +20,10 @@ from streamllm.engine.batch_maker import BatchMaker
 from streamllm.engine.block_pool import BlockPool
 from streamllm.engine.debug import check_blocks
 from streamllm.engine.events import EventLog
+from streamllm.engine.lora_slots import LoraSlots
 from streamllm.engine.request import Request, Sequence, SequenceStatus, SequenceUpdate, ending
 from streamllm.engine.step import InFlight, Limits, PrefixCacheCounters, Step
+from streamllm.engine.wait_clock import WaitReason
 from streamllm.engine.wait_queue import WaitQueue
 from streamllm.runner.messages import ScheduledBatch, StepOutput, TokenLogprobs
 
@@ -55,7 +57,8 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._num_pending = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._batches = BatchMaker(self._fork_siblings)
+        self.lora_slots = LoraSlots(limits.max_loras, self._waiting)
+        self._batches = BatchMaker(self._fork_siblings, self.lora_slots)
         self._in_flight = self._batches.in_flight
         self._short_of_blocks = False
         self._blocked: tuple[Sequence, int] | None = None
@@ -80,9 +83,18 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
-    def outputs(self, batch: ScheduledBatch) -> list[Sequence]:
-        """The sequences of ``batch.output_rows`` while the step is in flight."""
-        return self._in_flight[batch.step].outputs
+    @property
+    def wait_reason(self) -> WaitReason | None:
+        """What keeps the head of the queue from starting, unless it is the token budget."""
+        if self._waiting.peek() is None:
+            return "lora_slots" if self._waiting else None
+        if not self._free_slots:
+            return "slots"
+        return "kv_blocks" if self._short_of_blocks or self._is_blocked() else "prompts_in_progress"
+
+    def in_flight(self, batch: ScheduledBatch) -> InFlight:
+        """The sequences of a step that has not returned."""
+        return self._in_flight[batch.step]
 
     def sequences(self) -> Iterator[Sequence]:
         """Every sequence that runs or waits, running ones first."""
@@ -112,7 +124,8 @@ class Scheduler:
         for sibling in siblings:
             sibling.status = SequenceStatus.PENDING
         self._num_pending += len(siblings)
-        self.events.record("queued", request.request_id, len(request.prompt_token_ids))
+        num_tokens = len(request.prompt_token_ids)
+        request.metrics.queued_time = self.events.record("queued", request.request_id, num_tokens)
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: str | int | None = None) -> None:
         """End a sequence now, at any time. Blocks that steps in flight use are freed when they return."""
@@ -183,6 +196,7 @@ class Scheduler:
         updates = []
         for in_flight in failed:
             self.pool.withdraw(in_flight.registered)
+            self.lora_slots.distrust(in_flight.lora_slots)
             for sequence in dict.fromkeys(in_flight.rows + in_flight.outputs):
                 if sequence.status is not SequenceStatus.FINISHED:
                     self.finish(sequence, "error")
@@ -233,7 +247,7 @@ class Scheduler:
 
         A sequence that grows beyond the limits' ``restart_length`` is preempted, to be recomputed."""
         blocks, computed = sequence.blocks, sequence.num_computed_tokens
-        if self.limits.restart_length and self._starts_over(sequence, computed + chunk):
+        if self.limits.starts_over(sequence, computed + chunk):
             if self._in_flight:
                 step.short_of_blocks = True
             else:
@@ -253,11 +267,6 @@ class Scheduler:
         step.copies.extend(copies)
         return True
 
-    def _starts_over(self, sequence: Sequence, length: int) -> bool:
-        """Whether what is computed of a sequence is no use once it is so long."""
-        limit = self.limits.restart_length
-        return 0 < limit < length and sequence.num_prompt_tokens <= limit and not sequence.restart_length
-
     def _preempt(self, step: Step, victim: Sequence) -> None:
         """Back into the queue, to be recomputed; its tokens stay. A beam group goes as a whole."""
         members = victim.request.sequences if victim.request.beams is not None else [victim]
@@ -272,7 +281,7 @@ class Scheduler:
             self.events.record("preempted", sequence.request.request_id, sequence.num_computed_tokens)
             self._release(sequence)
             sequence.num_computed_tokens = 0
-            if self._starts_over(sequence, len(sequence.token_ids)):
+            if self.limits.starts_over(sequence, len(sequence.token_ids)):
                 sequence.start_over(self.pool.block_size)
             sequence.status = SequenceStatus.WAITING
             self._waiting.push(sequence)
@@ -283,15 +292,18 @@ class Scheduler:
     # -- waiting sequences ---------------------------------------------------------------------------------
 
     def _admit_waiting(self, step: Step) -> None:
+        self.lora_slots.call_back()
         if not self._waiting or self._is_blocked():
             return
-        promised = self._promised_blocks(step)
+        promised = step.promised_blocks(self._blocks_to_come)
         held_back: list[Sequence] = []
         num_too_long = 0
         while step.budget > 0 and self._free_slots:
             sequence = self._waiting.peek()
             if sequence is None or len(held_back) > MAX_HELD_BACK:
                 break
+            if not self.lora_slots.admits(sequence):
+                continue
             if step.computes_prefix_of(sequence, self.pool.block_size):
                 held_back.append(self._waiting.pop())
                 continue
@@ -339,16 +351,6 @@ class Scheduler:
         siblings = 0 if request.admitted else len(request.sequences) - 1
         return max(self._watermark_blocks, len(self._running) // 2) + siblings
 
-    def _promised_blocks(self, step: Step) -> int:
-        """Blocks that prompts in progress have yet to take: they count as taken."""
-        if not step.num_partial_prefills:
-            return 0
-        return sum(
-            self._blocks_to_come(s, s.num_computed_tokens)
-            for s, _ in step.chunks
-            if s.num_computed_tokens < len(s.token_ids)
-        )
-
     def _blocks_to_come(self, sequence: Sequence, num_computed: int) -> int:
         """Blocks that a sequence takes until all its present tokens are computed."""
         return sequence.blocks.blocks_promised(
@@ -374,16 +376,15 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> None:
         self._run(sequence)
-        request = sequence.request
+        request, metrics = sequence.request, sequence.request.metrics
+        now = self.events.record("scheduled", request.request_id, sequence.num_computed_tokens)
+        if metrics.first_token_time is None:
+            metrics.last_scheduled_time = now
         if not request.admitted:
             request.admitted = True
             request.num_cached_tokens = sequence.num_computed_tokens
-            request.metrics.first_scheduled_time = self.events.record(
-                "scheduled", request.request_id, sequence.num_computed_tokens
-            )
-            if request.hash_seed is not None and request.prompt_logprobs is None:
-                self.prefix_cache.queries += len(request.prompt_token_ids)
-                self.prefix_cache.hits += sequence.num_computed_tokens
+            metrics.first_scheduled_time = now
+            self.prefix_cache.count(request)
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.RUNNING
@@ -450,11 +451,8 @@ class Scheduler:
     def _land(self, batch: ScheduledBatch) -> InFlight:
         """A step has returned: what it used and is done with can be freed."""
         in_flight = self._in_flight.pop(batch.step)
-        finished = SequenceStatus.FINISHED
-        for sequence in in_flight.rows + in_flight.forks:
-            sequence.in_flight -= 1
-            if sequence.status is finished and not sequence.in_flight:
-                self._release(sequence)
+        for sequence in in_flight.land():
+            self._release(sequence)
         return in_flight
 
     def _append(

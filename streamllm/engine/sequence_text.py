@@ -23,6 +23,7 @@ class SequenceText:
                 tokenizer,
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
+                kept_special_tokens=params.kept_special_tokens,
             )
             if params.stop:
                 self._stops = StopStrings(params.stop, include_in_output=params.include_stop_str_in_output)

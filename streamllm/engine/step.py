@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from streamllm.engine.block_pool import BlockPool
-from streamllm.engine.request import Sequence
+from streamllm.engine.request import Request, Sequence, SequenceStatus
 from streamllm.runner.messages import BlockCopy
 
 
@@ -25,6 +26,7 @@ class Limits:
             (:func:`streamllm.models.rope.restart_length`); 0: none does.
         queue_depth: steps that may be in flight at once; with more than one, sequences run ahead of what is
             known of them (see :mod:`streamllm.engine.run_ahead`).
+        max_loras: different adapters among the running sequences; 0: no request has one.
     """
 
     max_num_seqs: int
@@ -34,10 +36,16 @@ class Limits:
     watermark: float = 0.01
     restart_length: int = 0
     queue_depth: int = 1
+    max_loras: int = 0
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
+
+    def starts_over(self, sequence: Sequence, length: int) -> bool:
+        """Whether what is computed of a sequence is no use once it is so long."""
+        limit = self.restart_length
+        return 0 < limit < length and sequence.num_prompt_tokens <= limit and not sequence.restart_length
 
     def prefill_share(self, budget: int, num_prefills: int) -> int:
         """Longest chunk that each of so many prompts in progress, expected newcomers among them, gets at
@@ -59,6 +67,12 @@ class PrefixCacheCounters:
 
     queries: int = 0
     hits: int = 0
+
+    def count(self, request: Request) -> None:
+        """A request is admitted: its ``num_cached_tokens`` were found, if it looked for any."""
+        if request.hash_seed is not None and request.prompt_logprobs is None:
+            self.queries += len(request.prompt_token_ids)
+            self.hits += request.num_cached_tokens
 
 
 @dataclass(slots=True)
@@ -94,6 +108,16 @@ class Step:
                 return True
         return False
 
+    def promised_blocks(self, blocks_to_come: Callable[[Sequence, int], int]) -> int:
+        """Blocks that prompts in progress have yet to take: they count as taken."""
+        if not self.num_partial_prefills:
+            return 0
+        return sum(
+            blocks_to_come(s, s.num_computed_tokens)
+            for s, _ in self.chunks
+            if s.num_computed_tokens < len(s.token_ids)
+        )
+
     def take_back(self, sequence: Sequence, pool: BlockPool) -> None:
         """Undo a sequence's chunk, if it has one (a beam whose group is preempted as a whole)."""
         for index, (scheduled, chunk) in enumerate(self.chunks):
@@ -118,11 +142,23 @@ class InFlight:
         rows, outputs, prompts, pooled: the sequences of the batch's ``rows``, ``output_rows``,
             ``prompt_rows`` and ``pool_rows``.
         forks: those of ``outputs`` that draw from another sequence's row.
+        lora_slots: slots into which it loads adapters.
     """
 
     registered: list[int]
     rows: list[Sequence] = field(default_factory=list)
     outputs: list[Sequence] = field(default_factory=list)
     forks: list[Sequence] = field(default_factory=list)
+    lora_slots: list[int] = field(default_factory=list)
     prompts: list[Sequence] = field(default_factory=list)
     pooled: list[Sequence] = field(default_factory=list)
+
+    def land(self) -> list[Sequence]:
+        """It has returned; gives its sequences that have ended and are in no other step."""
+        ended = []
+        finished = SequenceStatus.FINISHED
+        for sequence in self.rows + self.forks:
+            sequence.in_flight -= 1
+            if sequence.status is finished and not sequence.in_flight:
+                ended.append(sequence)
+        return ended

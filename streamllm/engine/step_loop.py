@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from streamllm.engine.output_processor import OutputProcessor
 from streamllm.engine.request import SequenceUpdate
 from streamllm.engine.scheduler import Scheduler
+from streamllm.engine.step_history import Delivery, StepHistory, StepRecord
+from streamllm.engine.step_observer import StepObserver
 from streamllm.engine.structured import GrammarMasks
 from streamllm.runner.executor import Executor, RunningStep
 from streamllm.runner.messages import ScheduledBatch, StepOutput
@@ -39,6 +41,7 @@ class _Submitted:
 
     batch: ScheduledBatch
     step: RunningStep
+    record: StepRecord
     error: Exception | None = None
     doomed: bool = False
 
@@ -50,22 +53,33 @@ class StepLoop:
         executor: computes it.
         outputs: delivers it.
         masks: fills the grammars' masks.
+        observer: notes what each step computes.
+        history: where steps are kept.
 
     Attributes:
         num_steps: steps that have returned.
     """
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, outputs: OutputProcessor, masks: GrammarMasks
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        outputs: OutputProcessor,
+        masks: GrammarMasks,
+        observer: StepObserver,
+        history: StepHistory,
     ) -> None:
         self.num_steps = 0
         self._scheduler = scheduler
         self._executor = executor
         self._outputs = outputs
         self._masks = masks
+        self._observer = observer
+        self._history = history
         self._in_flight: deque[_Submitted] = deque()
         self._oldest_since = 0.0
         self._undelivered: list[SequenceUpdate] = []
+        self._landed: list[StepRecord] = []
         self._num_failed = 0
         self._work = asyncio.Event()
 
@@ -86,8 +100,8 @@ class StepLoop:
         """
         try:
             while True:
-                while self._accepts_step and (batch := self._scheduler.schedule()) is not None:
-                    self._submit(batch)
+                while self._accepts_step and self._start_step():
+                    pass
                 if self._in_flight:
                     await self._land()
                 else:
@@ -110,23 +124,37 @@ class StepLoop:
             len(in_flight) < self._executor.queue_depth and not in_flight[-1].step.exclusive
         )
 
-    def _submit(self, batch: ScheduledBatch) -> None:
+    def _start_step(self) -> bool:
+        """Schedules and submits a step, if one is to be computed now."""
+        began = time.monotonic()
+        batch = self._scheduler.schedule()
+        record = self._observer.scheduled(batch, began)
+        if batch is None or record is None:
+            return False
+        self._submit(batch, record)
+        return True
+
+    def _submit(self, batch: ScheduledBatch, record: StepRecord) -> None:
         if not self._in_flight:
-            self._oldest_since = time.monotonic()
-        submitted = _Submitted(batch, self._executor.submit(batch))
+            self._oldest_since = record.scheduled
+        submitted = _Submitted(batch, self._executor.submit(batch), record)
         self._in_flight.append(submitted)
+        record.submitted = time.monotonic()
         # Before another step is scheduled: who has ended by a stop string has no part in it.
         self._deliver()
         masks = None
+        record.mask_began = time.monotonic()
         try:
-            masks = self._masks.fill(self._scheduler.outputs(batch), self._outputs.fail)
+            masks = self._masks.fill(self._scheduler.in_flight(batch).outputs, self._outputs.fail)
         except Exception as error:
             submitted.error = error
         submitted.step.sample(masks)
+        record.masked = time.monotonic()
 
     async def _land(self) -> None:
         """Waits for the oldest step and takes in what it gives."""
         submitted = self._in_flight[0]
+        submitted.record.wait_began = time.monotonic()
         try:
             output = await submitted.step.output()
             if submitted.error is not None:
@@ -137,16 +165,19 @@ class StepLoop:
         else:
             self._returned()
             self._take(submitted, output)
+        submitted.record.updated = time.monotonic()
         if self._in_flight:
             # The next one is running; without one delivery would keep the model waiting.
             self._deliver()
 
     def _returned(self) -> None:
-        self._in_flight.popleft()
-        self._oldest_since = time.monotonic()
+        record = self._in_flight.popleft().record
+        record.returned = self._oldest_since = time.monotonic()
+        self._landed.append(record)
 
     def _take(self, submitted: _Submitted, output: StepOutput) -> None:
         if submitted.doomed:
+            submitted.record.failed = True
             self._scheduler.drop_step(submitted.batch)
             return
         self._undelivered += self._scheduler.update(submitted.batch, output)
@@ -156,6 +187,7 @@ class StepLoop:
     def _fail(self, submitted: _Submitted, error: Exception) -> None:
         """End the requests of a step that raised, and of those behind it, which built on it."""
         batch = submitted.batch
+        submitted.record.failed = True
         if submitted.doomed:
             self._scheduler.drop_step(batch)
             return
@@ -170,4 +202,14 @@ class StepLoop:
 
     def _deliver(self) -> None:
         updates, self._undelivered = self._undelivered, []
-        self._outputs.process(updates)
+        landed, self._landed = self._landed, []
+        if not landed:
+            return
+        began = time.monotonic()
+        delivery = self._outputs.process(updates)
+        # Several only after failures: what was delivered is the last one's then.
+        for record in landed[:-1]:
+            record.deliver_began = record.delivered = began
+            self._history.add(record, Delivery(began))
+        landed[-1].deliver_began, landed[-1].delivered = began, time.monotonic()
+        self._history.add(landed[-1], delivery)

@@ -15,6 +15,7 @@ from streamllm.sampling_params import RequestOutputKind
 if TYPE_CHECKING:
     from streamllm.engine.embedding import Embedding
     from streamllm.engine.prompt_logprobs import PromptLogprobs
+    from streamllm.lora.request import LoRARequest
 
 
 Shortcut = Callable[[CompletionOutput], bool]
@@ -47,6 +48,7 @@ class RequestStream:
         selection: Selection | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
         embedding: Embedding | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -57,6 +59,7 @@ class RequestStream:
         self._selection = selection
         self._prompt_logprobs = prompt_logprobs
         self._embedding = embedding
+        self.lora_request = lora_request
         self.num_choices = num_choices
         self._unfinished = dict.fromkeys(range(num_choices))
         self.num_cached_tokens = 0
@@ -173,6 +176,7 @@ class RequestStream:
             num_cached_tokens=self.num_cached_tokens,
             prompt_logprobs=prompt_logprobs,
             embedding=None if self._embedding is None else self._embedding.values,
+            lora_request=self.lora_request,
         )
 
 

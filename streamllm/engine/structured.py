@@ -320,7 +320,7 @@ def _needs_grammar(params: SamplingParams) -> bool:
     """Thinking by itself needs one only to end it in time."""
     if params.structured_outputs is not None:
         return True
-    return params.thinking is not None and params.thinking.budget is not None
+    return params.thinking is not None and params.thinking.is_limited
 
 
 def _busy() -> InvalidRequestError:

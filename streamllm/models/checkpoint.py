@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from streamllm.errors import ConfigError, ModelLoadError
 from streamllm.models.model_config import ModelConfig
+from streamllm.models.quantized import with_quantised_matrices
 from streamllm.models.registry import stored_layout
 from streamllm.models.stored_layout import ArrangedCheckpoint, StoredLayout
 from streamllm.models.tensor_shapes import expected_shapes
@@ -20,7 +21,7 @@ from streamllm.sources.model_files import ModelFiles
 logger = logging.getLogger("streamllm.models")
 
 
-Quantization = Literal["int8"]
+Quantization = Literal["int8", "int4"]
 """What float matrices can become as they are read."""
 
 
@@ -96,6 +97,7 @@ def open_checkpoint(
         from streamllm.models.folder_checkpoint import FolderCheckpoint
 
         checkpoint = FolderCheckpoint(files.path, layout, tied=config.tie_word_embeddings)
+        checkpoint = with_quantised_matrices(checkpoint, files.path, known=layout.quant_methods)
     sources, shapes = layout.sources(config, checkpoint), expected_shapes(config)
     for name, expected in shapes.items():
         stored = sources[name].stored if name in sources else {name: expected}
@@ -108,9 +110,11 @@ def open_checkpoint(
         checkpoint = ArrangedCheckpoint(checkpoint, sources, shapes)
     if quantization is None:
         return checkpoint
+    from streamllm.models.calibration import column_importance
     from streamllm.models.load_quantization import QuantizedCheckpoint
 
-    return QuantizedCheckpoint(checkpoint)
+    floats = checkpoint
+    return QuantizedCheckpoint(floats, quantization, lambda: column_importance(floats, config, files))
 
 
 def _check(checkpoint: Checkpoint, path: Path, name: str, expected: tuple[int, ...]) -> None:

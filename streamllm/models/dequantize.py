@@ -7,6 +7,8 @@ import numpy.typing as npt
 
 from streamllm.errors import ModelLoadError
 from streamllm.models.parallel import rows_in_parallel
+from streamllm.ops import float8_rows
+from streamllm.ops.integer_rows import integer_values, parse_integer_format
 from streamllm.ops.stored_rows import StoredRows
 
 FLOAT_DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "float64": "<f8"}
@@ -25,6 +27,10 @@ def to_float32(rows: StoredRows, name: str) -> npt.NDArray[np.float32]:
     """
     if rows.format in FLOAT_DTYPES:
         return floats(rows.data.view(FLOAT_DTYPES[rows.format]), rows.format)
+    if parse_integer_format(rows.format) is not None:
+        return integer_values(rows)
+    if rows.format == float8_rows.FORMAT:
+        return float8_rows.float8_values(rows)
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 

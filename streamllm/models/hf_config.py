@@ -15,6 +15,7 @@ from streamllm.errors import ModelLoadError
 from streamllm.models.config_fields import REQUIRED, ConfigFields
 from streamllm.models.folder_checkpoint import stored_head_differs
 from streamllm.models.model_config import ModelConfig, RopeConfig, RopeType
+from streamllm.models.quantized import QUANTIZATION_FIELDS, check_quantization, find_quantization, refused
 from streamllm.models.registry import family_of_config, stored_layout
 from streamllm.models.transformers_config import read_transformers_config
 from streamllm.ops import Activation
@@ -30,9 +31,7 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 """``hidden_act`` and its like."""
 
-_QUANTIZATION_FIELDS = ("quantization", "quantization_config", "compression_config")
-"""Where a config says that weights are quantised: the first is MLX's, the last an older name."""
-_OF_WHOLE_MODEL = ("bos_token_id", "eos_token_id", *_QUANTIZATION_FIELDS)
+_OF_WHOLE_MODEL = ("bos_token_id", "eos_token_id", *QUANTIZATION_FIELDS)
 """Fields that a multimodal config has beside ``text_config``, where they count more than in it."""
 _SEE_AHEAD = ("paligemma",)
 """``model_type`` of multimodal models whose prompts see ahead, which their text model alone does not."""
@@ -72,25 +71,15 @@ def read_hf_config(folder: Path, *, trust_remote_code: bool = False) -> ModelCon
     whole = ConfigFields.read(folder / "config.json")
     fields = _text_model(whole)
     described = family_of_config(fields)
-    method = _quant_method(fields)
-    if method is not None and (described is None or method not in stored_layout(described[0]).quant_methods):
-        raise ModelLoadError(
-            f"{fields.path}: weights quantised with {method!r} are not supported. Use the model's "
-            "unquantised weights or a GGUF of it."
-        )
+    if (quantization := find_quantization(fields)) is not None:
+        if described is None:
+            raise refused(quantization, " in models that run through Transformers")
+        if quantization.method not in stored_layout(described[0]).quant_methods:
+            check_quantization(quantization)
     if described is None:
         return read_transformers_config(whole, trust_remote_code=trust_remote_code)
     architecture, family = described
     return family.read_config(fields, architecture)
-
-
-def _quant_method(fields: ConfigFields) -> str | None:
-    """What the weights are quantised with; ``None`` where they are not."""
-    for name in _QUANTIZATION_FIELDS:
-        if quantization := fields.get(name):
-            unnamed = "mlx" if name == "quantization" else "?"
-            return str(quantization.get("quant_method", unnamed) if isinstance(quantization, dict) else "?")
-    return None
 
 
 def _text_model(fields: ConfigFields) -> ConfigFields:

@@ -7,6 +7,7 @@ import math
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +73,22 @@ class MappedTensor:
     def release(self) -> None:
         """Lets go of the pages that it was read through; the kernel's cache may keep them."""
         advise(self.file, mmap.MADV_DONTNEED, self.offset, self.num_bytes)
+
+
+def map_file(file: BinaryIO, *, copied: bool = False) -> mmap.mmap:
+    """A file's content in memory.
+
+    Args:
+        copied: as it is now. Otherwise the file must stay what it is: who reads on in one that was cut short
+            ends the process.
+    """
+    if not copied:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    file.seek(0)
+    content = file.read()
+    copy = mmap.mmap(-1, max(len(content), 1))
+    copy[: len(content)] = content
+    return copy
 
 
 def advise(file: mmap.mmap, advice: int, offset: int, num_bytes: int) -> None:

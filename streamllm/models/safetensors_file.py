@@ -14,14 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from streamllm.errors import ModelLoadError
-from streamllm.models.mapped_tensor import MappedTensor
+from streamllm.models.mapped_tensor import MappedTensor, map_file
 
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+_ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
+}  # fmt: skip
 _MAX_HEADER = 100_000_000
 
 
-def open_safetensors(path: Path) -> dict[str, MappedTensor]:
+def open_safetensors(path: Path, *, copied: bool = False) -> dict[str, MappedTensor]:
     """Maps a file and reads its header.
+
+    Args:
+        copied: the file may change afterwards (:func:`~streamllm.models.mapped_tensor.map_file`).
 
     Raises:
         ModelLoadError: not such a file, damaged or cut short.
@@ -34,7 +40,8 @@ def open_safetensors(path: Path) -> dict[str, MappedTensor]:
                 raise ModelLoadError(f"{path} is a Git LFS pointer, not the weights. Run `git lfs pull`.")
             if size < 8:
                 raise _cut_short(path, size)
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped = map_file(file, copied=copied)
+            size = len(mapped)
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}.") from error
     data_start = 8 + int.from_bytes(start, "little")

@@ -14,12 +14,18 @@ class TensorShapes:
 
     Attributes:
         shapes: every tensor by its whole name, and its shape.
+        matrices: the layers and columns of every matrix but the experts'.
     """
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.matrices: list[tuple[Sequence[tuple[str, int]], int]] = []
 
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, bias: bool = False) -> Matrix:
+        self.matrices.append((parts, columns))
+        self._note(parts, columns, bias=bias)
+
+    def _note(self, parts: Sequence[tuple[str, int]], columns: int, *, bias: bool) -> None:
         for name, rows in parts:
             self.shapes[f"{name}.weight"] = (rows, columns)
             if bias:
@@ -29,7 +35,7 @@ class TensorShapes:
         self, experts: Sequence[Sequence[tuple[str, int]]], columns: int, *, bias: bool = False
     ) -> ExpertMatrices:
         for parts in experts:
-            self.linear(parts, columns, bias=bias)
+            self._note(parts, columns, bias=bias)
 
     def rms_norm(self, name: str, size: int, eps: float, *, offset: float = 0.0) -> RMSNorm:
         return RMSNorm(self.vector(f"{name}.weight", size), size, eps)
@@ -44,8 +50,13 @@ class TensorShapes:
         self.shapes[name] = (size,)
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a model with this config reads, and its shape."""
+def tensor_shapes(config: ModelConfig) -> TensorShapes:
+    """What a model with this config asks for."""
     shapes = TensorShapes()
     family_of(config.architecture).load_weights(shapes, config)
-    return shapes.shapes
+    return shapes
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a model with this config reads, and its shape."""
+    return tensor_shapes(config).shapes

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from streamllm.errors import ModelLoadError
-from streamllm.models.mapped_tensor import MappedTensor
+from streamllm.models.mapped_tensor import MappedTensor, map_file
 
 _STORAGES = {
     "DoubleStorage": ("F64", 8),
@@ -61,8 +61,11 @@ class _StorageClass:
     name: str
 
 
-def open_torch_file(path: Path) -> dict[str, MappedTensor]:
+def open_torch_file(path: Path, *, copied: bool = False) -> dict[str, MappedTensor]:
     """Maps a file and reads which tensors it has.
+
+    Args:
+        copied: the file may change afterwards (:func:`~streamllm.models.mapped_tensor.map_file`).
 
     Raises:
         ModelLoadError: not such a file, damaged, cut short, or with more than tensors in it.
@@ -75,7 +78,7 @@ def open_torch_file(path: Path) -> dict[str, MappedTensor]:
                 raise _convert(path, "it holds no single data.pkl")
             content = archive.read(pickles[0])
         with open(path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped = map_file(file, copied=copied)
     except _ARCHIVE_ERRORS as error:
         raise ModelLoadError(
             f"{path} is not a file of torch.save (1.6 or later), or is cut short. Fetch the file again, or "

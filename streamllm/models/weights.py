@@ -12,6 +12,7 @@ import numpy as np
 from streamllm.errors import ModelLoadError
 from streamllm.models.checkpoint import Checkpoint
 from streamllm.models.loading_progress import LoadingProgress
+from streamllm.models.lora_targets import is_adaptable
 from streamllm.ops import ExpertMatrices, LayerNorm, Matrix, Ops, RMSNorm, Vector
 from streamllm.ops.stored_rows import StoredRows
 
@@ -20,10 +21,6 @@ logger = logging.getLogger("streamllm.models")
 WeightMode = Literal["float32", "packed"]
 """``"float32"``: matrices are dequantised. ``"packed"``: those in a format that the backend's kernels read
 stay as the file holds them."""
-
-_EXACT_IN_BFLOAT16 = frozenset({"mxfp4"})
-"""Formats whose numbers are all bfloat16 numbers: where their own kernel is missing, but not bfloat16's, they
-become that rather than float32."""
 
 
 class WeightLoader(Protocol):
@@ -77,12 +74,15 @@ class CheckpointLoader:
         self._progress = progress
 
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, bias: bool = False) -> Matrix:
-        return self._ops.matrix(
+        matrix = self._ops.matrix(
             sum(rows for _, rows in parts),
             columns,
             self._read_parts(parts, columns),
             self._read_biases(parts) if bias else None,
         )
+        if self._ops.lora is None or not is_adaptable(parts):
+            return matrix
+        return self._ops.adapted(matrix, parts[0][0], [rows for _, rows in parts])
 
     def experts(
         self, experts: Sequence[Sequence[tuple[str, int]]], columns: int, *, bias: bool = False
@@ -126,16 +126,14 @@ class CheckpointLoader:
             self._check_shape(name, self._checkpoint.shape(name), shape)
             self._progress.add(self._checkpoint.num_bytes(name))
             return self._checkpoint.read_stored(name)
-        becomes = _dequantised_format(stored_as, self._packed_formats)
         if stored_as != "float32" and stored_as not in self._dequantised:
             self._dequantised.add(stored_as)
             logger.warning(
-                "there is no kernel for weights of type %s (%s and maybe others): they become %s, which "
+                "there is no kernel for weights of type %s (%s and maybe others): they become float32, which "
                 "takes more memory and time",
-                stored_as, name, becomes,
+                stored_as, name,
             )  # fmt: skip
-        values = self._read(name, shape)
-        return _upper_halves(values) if becomes == "bfloat16" else values
+        return self._read(name, shape)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         tensor = self._checkpoint.read(name)
@@ -169,22 +167,11 @@ def weight_bytes(
         shape = checkpoint.shape(name)
         if len(shape) != 2:
             total += 4 * math.prod(shape)
-        elif (stored_as := checkpoint.format(name)) in kept:
+        elif checkpoint.format(name) in kept:
             total += checkpoint.num_bytes(name)
         else:
-            is_halved = _dequantised_format(stored_as, kept) == "bfloat16"
-            total += (2 if is_halved else dense_itemsize) * math.prod(shape)
+            total += dense_itemsize * math.prod(shape)
     return total
-
-
-def _dequantised_format(stored_as: str, kept: Collection[str]) -> Literal["float32", "bfloat16"]:
-    """What becomes of a matrix in a format without a kernel."""
-    return "bfloat16" if stored_as in _EXACT_IN_BFLOAT16 and "bfloat16" in kept else "float32"
-
-
-def _upper_halves(values: np.ndarray) -> StoredRows:
-    """float32 rows of bfloat16 numbers as those."""
-    return StoredRows("bfloat16", (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8))
 
 
 def _kept_formats(packed_formats: Collection[str], weight_mode: WeightMode) -> frozenset[str]:

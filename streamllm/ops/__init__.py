@@ -8,12 +8,13 @@ A family's ``forward`` calls these operations over its weights and never looks i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from streamllm.ops.lora import LoraAdapter, LoraLimits
 from streamllm.ops.stored_rows import StoredRows
 
 Batch = Any
@@ -137,10 +138,12 @@ class Ops(Protocol):
     Attributes:
         weight_bytes: memory of the weights made so far.
         packed_formats: formats of :class:`StoredRows` that a weight may have without being dequantised.
+        lora: how many adapters may be loaded, and how large; ``None``: there are none.
     """
 
     weight_bytes: int
     packed_formats: frozenset[str]
+    lora: LoraLimits | None
 
     def matrix(
         self,
@@ -170,6 +173,24 @@ class Ops(Protocol):
     def vector(self, values: np.ndarray) -> Vector:
         """A float32 weight of one dimension."""
 
+    def adapted(self, weight: Matrix, name: str, parts: Sequence[int]) -> Matrix:
+        """The matrix with room for what ``lora.max_loras`` adapters add to it; its products are on rows of
+        tokens.
+
+        Args:
+            name: what adapters call it (the keys of ``LoraAdapter.updates``).
+            parts: how many rows each of its parts has, in order. An update is of one whole part.
+        """
+
+    def prepare_adapter(self, adapter: LoraAdapter) -> None:
+        """Does ahead, on any thread, what :meth:`load_adapter` would have to do; may be left out."""
+
+    def load_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
+        """Puts an adapter in the place of what the slot held, before the next forward; ``None`` empties it.
+
+        Recorded plans and captured graphs stay as they are. No step in flight may have rows with this slot.
+        """
+
     def embedding(self, batch: Batch, weight: Matrix) -> Buffer:
         """``weight[token_ids]``: ``[tokens, hidden]``."""
 
@@ -196,7 +217,15 @@ class Ops(Protocol):
         """``x * sigmoid(gate)``, in place; ``gate [rows, 1]``."""
 
     def linear(self, x: Buffer, weight: Matrix) -> Buffer:
-        """``x @ W.T + bias``: ``[rows, n]``."""
+        """``x @ W.T + bias``: ``[rows, n]``; of an adapted matrix with what :meth:`lora_add` adds."""
+
+    def lora_add(self, out: Buffer, x: Buffer, weight: Matrix) -> Buffer:
+        """``out`` plus, in each row that has an adapter, ``b @ (a @ x)`` of that adapter's updates of an
+        adapted ``weight``; in place.
+
+        Which adapter a row has is said once a step, for all matrices: ``StepInputs.lora_slots``. A row's
+        result does not depend on the others.
+        """
 
     def rotary_and_cache(self, qkv: Buffer, batch: Batch, attention: Attention) -> Buffer:
         """Norms (if any) and rotates q and k of each row ``[q heads | k heads | v heads]``, writes k and v to

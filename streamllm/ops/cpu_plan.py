@@ -5,7 +5,7 @@ Calls do not compute; they note operations over symbolic buffers (:mod:`streamll
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ import numpy as np
 
 from streamllm.ops import Activation, Attention, Experts, Gate, LayerNorm, RMSNorm
 from streamllm.ops.cpu_experts import PackedExperts, emit_experts, quantizable_buffers
+from streamllm.ops.cpu_lora import AdapterSlots, CpuAdapters
+from streamllm.ops.lora import LoraAdapter, LoraLimits
 from streamllm.ops.plan_recorder import PlanBuffer, PlanRecorder, address_of, native, whole_groups
 from streamllm.ops.step_inputs import MAX_LOGPROBS, SamplingBuffers, StepInputs
 from streamllm.ops.stored_rows import StoredRows
@@ -26,6 +28,13 @@ class PackedLinear:
     bias: np.ndarray | None
 
 
+@dataclass(frozen=True)
+class AdaptedLinear(PackedLinear):
+    """A native weight to which adapters add."""
+
+    adapters: AdapterSlots
+
+
 def _float32_rows(rows: np.ndarray) -> StoredRows:
     return StoredRows("float32", np.atleast_2d(np.ascontiguousarray(rows, np.float32)).view(np.uint8))
 
@@ -36,13 +45,16 @@ class CpuOps(PlanRecorder):
     Args:
         threads: workers of the pool that runs the plans.
         max_tokens, max_outputs: rows that buffers have room for.
+        lora: room for adapters.
     """
 
     packed_formats = frozenset(native.weight_formats())
 
-    def __init__(self, *, threads: int, max_tokens: int, max_outputs: int):
+    def __init__(self, *, threads: int, max_tokens: int, max_outputs: int, lora: LoraLimits | None = None):
         super().__init__(threads=threads, max_tokens=max_tokens, max_outputs=max_outputs)
         self.weight_bytes = 0
+        self.lora = lora
+        self._adapters = None if lora is None else CpuAdapters(lora, threads)
 
     def matrix(
         self,
@@ -78,6 +90,25 @@ class CpuOps(PlanRecorder):
         vector = np.array(values, np.float32)
         self.weight_bytes += vector.nbytes
         return vector
+
+    def adapted(self, weight: PackedLinear, name: str, parts: Sequence[int]) -> AdaptedLinear:
+        assert self._adapters is not None
+        is_float32 = set(weight.packed.formats) == {"float32"}
+        slots = self._adapters.add_matrix(name, parts, weight.packed.k, is_float32=is_float32)
+        return AdaptedLinear(weight.packed, weight.bias, slots)
+
+    def prepare_adapter(self, adapter: LoraAdapter) -> None:
+        assert self._adapters is not None
+        self._adapters.prepare(adapter)
+
+    def load_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
+        assert self._adapters is not None
+        self._adapters.load(slot, adapter)
+
+    def assign_adapters(self, batch: StepInputs) -> None:
+        """Takes the step's row table, before its forward is submitted."""
+        if self._adapters is not None:
+            self._adapters.assign(batch.lora_slots[: batch.num_tokens if batch.has_adapters else 0])
 
     def embedding(self, batch: StepInputs, weight: PackedLinear) -> PlanBuffer:
         return self._weight_rows(batch.token_ids, batch, weight)
@@ -138,6 +169,19 @@ class CpuOps(PlanRecorder):
                 out.stride,
                 x.on_outputs,
                 x.quantized,
+            ),
+            weight,
+            quantizable=frozenset([x]) if weight.packed.is_quantized else frozenset(),
+        )
+        return self.lora_add(out, x, weight) if isinstance(weight, AdaptedLinear) else out
+
+    def lora_add(self, out: PlanBuffer, x: PlanBuffer, weight: AdaptedLinear) -> PlanBuffer:
+        assert self._adapters is not None
+        rows = self._adapters.rows
+        self._record(
+            (x, out),
+            lambda plan: plan.lora_add(
+                x.address, x.stride, x.quantized, weight.adapters.native, rows, out.address, out.stride
             ),
             weight,
             quantizable=frozenset([x]) if weight.packed.is_quantized else frozenset(),

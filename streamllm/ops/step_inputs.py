@@ -7,11 +7,12 @@ entries and sets the counts.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from streamllm.ops.kv_cache import KVCache
+from streamllm.ops.lora import NO_ADAPTER
 
 MAX_LOGPROBS = 64
 """Alternatives that a sampled token can be reported with: 20 for clients, more for beam search."""
@@ -80,6 +81,9 @@ class StepInputs:
         rope_version: rises when they have changed.
         kv_cache: the pool that ``slot_mapping`` and ``block_tables`` speak of.
         num_tokens, num_sequences, num_outputs: how many leading entries count in this step.
+        lora_slots: int32 ``[max_tokens]``, the slot of the adapter of each token's sequence, or
+            :data:`~streamllm.ops.lora.NO_ADAPTER`.
+        has_adapters: whether any of this step's tokens has one.
     """
 
     token_ids: np.ndarray
@@ -98,6 +102,8 @@ class StepInputs:
     num_tokens: int = 0
     num_sequences: int = 0
     num_outputs: int = 0
+    lora_slots: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    has_adapters: bool = False
 
     @classmethod
     def allocate(
@@ -123,6 +129,7 @@ class StepInputs:
             rope_cos=rope_cos,
             rope_sin=rope_sin,
             kv_cache=kv_cache,
+            lora_slots=np.full(max_tokens, NO_ADAPTER, np.int32),
         )
 
 

@@ -7,7 +7,7 @@ native kernels use. Readable first; nothing on the CPU serving path imports this
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from streamllm.ops import Activation, Attention, Experts, Gate, LayerNorm, RMSNorm
 from streamllm.ops.kv_cache import KEY_LANES
+from streamllm.ops.lora import LoraAdapter, LoraLimits
 from streamllm.ops.step_inputs import StepInputs
 from streamllm.ops.stored_rows import StoredRows
 
@@ -26,6 +27,15 @@ class TorchLinear:
 
     weight: Tensor
     bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class TorchAdapted:
+    """A weight, and by slot what its adapter adds: first row, ``a [rank, k]`` and ``b [rows, rank]`` of each
+    update."""
+
+    base: TorchLinear
+    slots: dict[int, list[tuple[int, Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -57,8 +67,11 @@ class TorchOps:
     packed_formats: frozenset[str] = frozenset()
     device, dtype = torch.device("cpu"), torch.float32
 
-    def __init__(self) -> None:
+    def __init__(self, lora: LoraLimits | None = None) -> None:
         self.weight_bytes = 0
+        self.lora = lora
+        self._adapted: dict[str, TorchAdapted] = {}
+        self._row_slots: Tensor | None = None
 
     def matrix(
         self,
@@ -94,6 +107,33 @@ class TorchOps:
         self.weight_bytes += vector.nbytes
         return vector
 
+    def adapted(self, weight: TorchLinear, name: str, parts: Sequence[int]) -> TorchAdapted:
+        self._adapted[name] = adapted = TorchAdapted(weight, {})
+        return adapted
+
+    def prepare_adapter(self, adapter: LoraAdapter) -> None:
+        pass
+
+    def load_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
+        for name, matrix in self._adapted.items():
+            matrix.slots[slot] = [
+                (update.first_row, torch.tensor(update.a), torch.tensor(update.b))
+                for update in (adapter.updates.get(name, ()) if adapter is not None else ())
+            ]
+
+    def assign_adapters(self, batch: StepInputs) -> None:
+        """Takes the step's row table, before its forward."""
+        self._row_slots = _tensor(batch.lora_slots, batch.num_tokens) if batch.has_adapters else None
+
+    def lora_add(self, out: Tensor, x: Tensor, weight: TorchAdapted) -> Tensor:
+        if self._row_slots is None:
+            return out
+        for slot in self._row_slots[self._row_slots >= 0].unique().tolist():
+            rows = (self._row_slots == slot).nonzero()[:, 0]
+            for first_row, a, b in weight.slots.get(slot, ()):
+                out[rows, first_row : first_row + len(b)] += x[rows] @ a.T @ b.T
+        return out
+
     def embedding(self, batch: StepInputs, weight: TorchLinear) -> Tensor:
         return weight.weight[_tensor(batch.token_ids, batch.num_tokens)]
 
@@ -120,7 +160,9 @@ class TorchOps:
     def sigmoid_scale(self, x: Tensor, gate: Tensor) -> Tensor:
         return x * gate.sigmoid()
 
-    def linear(self, x: Tensor, weight: TorchLinear) -> Tensor:
+    def linear(self, x: Tensor, weight: TorchLinear | TorchAdapted) -> Tensor:
+        if isinstance(weight, TorchAdapted):
+            return self.lora_add(self.linear(x, weight.base), x, weight)
         return torch.nn.functional.linear(x, weight.weight, weight.bias)
 
     def rotary_and_cache(self, qkv: Tensor, batch: StepInputs, attention: Attention) -> Tensor:

@@ -19,6 +19,7 @@ from streamllm.models.weights import CheckpointLoader, WeightMode
 from streamllm.ops import Ops
 from streamllm.ops.cpu_plan import CpuOps
 from streamllm.ops.kv_cache import KVCache
+from streamllm.ops.lora import LoraLimits
 from streamllm.ops.plan_recorder import CompiledPlan, PlanBuffer
 from streamllm.ops.step_inputs import SamplingBuffers, StepInputs
 from streamllm.runner import sampler
@@ -127,8 +128,8 @@ class PlanBackend:
 
     queue_depth = 1
 
-    def __init__(self, *, threads: int, max_tokens: int, max_outputs: int):
-        self._ops = CpuOps(threads=threads, max_tokens=max_tokens, max_outputs=max_outputs)
+    def __init__(self, *, threads: int, max_tokens: int, max_outputs: int, lora: LoraLimits | None = None):
+        self._ops = CpuOps(threads=threads, max_tokens=max_tokens, max_outputs=max_outputs, lora=lora)
         self.event_fd: int | None = os.eventfd(0, os.EFD_CLOEXEC)
         self._submitted: CompiledPlan | None = None
         self._logits_plan: CompiledPlan | None = None
@@ -166,6 +167,7 @@ class PlanBackend:
 
     def submit_forward(self, batch: ScheduledBatch) -> None:
         self._inputs.kv_cache.copy_blocks(batch.block_copies)
+        self._ops.assign_adapters(self._inputs)
         self._submit(self._forward)
 
     def hidden(self) -> np.ndarray:
@@ -218,10 +220,10 @@ class TorchBackend:
     queue_depth = 1
     event_fd: int | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, lora: LoraLimits | None = None) -> None:
         from streamllm.ops.torch_ops import TorchOps
 
-        self._ops = TorchOps()
+        self._ops = TorchOps(lora)
 
     @property
     def ops(self) -> Ops:
@@ -243,6 +245,7 @@ class TorchBackend:
 
     def submit_forward(self, batch: ScheduledBatch) -> None:
         self._inputs.kv_cache.copy_blocks(batch.block_copies)
+        self._ops.assign_adapters(self._inputs)
         self._hidden = self._family.forward(self._model, self.ops, self._inputs)
 
     def hidden(self) -> np.ndarray:

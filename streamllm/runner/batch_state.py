@@ -6,6 +6,7 @@ from array import array
 
 import numpy as np
 
+from streamllm.ops.lora import NO_ADAPTER
 from streamllm.ops.step_inputs import ROW_EDITS, UNKNOWN_TOKEN, SamplingBuffers, StepInputs
 from streamllm.runner.messages import NewSequence, ScheduledBatch
 from streamllm.runner.processor_pass import ProcessorCall
@@ -35,6 +36,8 @@ class BatchState:
         self._sequence_ids: list[int] = [-1] * max_num_seqs
         self._num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
         self._angle_length = np.zeros(max_num_seqs, np.int32)
+        self._lora_slot = np.full(max_num_seqs, NO_ADAPTER, np.int32)
+        self._num_adapted = 0  # sequences with an adapter
         self._temperature = np.zeros(max_num_seqs, np.float32)
         self._top_k = np.zeros(max_num_seqs, np.int32)
         self._top_p = np.ones(max_num_seqs, np.float32)
@@ -117,6 +120,17 @@ class BatchState:
             self._fill_group(batch, inputs, group)
         if self._queued:
             inputs.slots[:num_sequences] = [row.slot for row in batch.rows]
+        self._fill_adapters(batch, inputs)
+
+    def _fill_adapters(self, batch: ScheduledBatch, inputs: StepInputs) -> None:
+        """Which adapter each token's sequence has."""
+        inputs.has_adapters = False
+        if not self._num_adapted:
+            inputs.lora_slots[: inputs.num_tokens] = NO_ADAPTER
+            return
+        slots = self._lora_slot[[row.slot for row in batch.rows]]
+        inputs.lora_slots[: inputs.num_tokens] = np.repeat(slots, [row.num_tokens for row in batch.rows])
+        inputs.has_adapters = bool((slots != NO_ADAPTER).any())
 
     def _unknown_token(self, slot: int) -> int:
         if not self._queued:
@@ -204,6 +218,8 @@ class BatchState:
         self._slot_of.pop(self._sequence_ids[slot], None)
         self._sequence_ids[slot] = -1
         self._tokens[slot] = None
+        self._num_adapted -= int(self._lora_slot[slot] != NO_ADAPTER)
+        self._lora_slot[slot] = NO_ADAPTER
         if self._rules.pop(slot, None) is not None:
             self._edits_address[slot] = self._allowed_mask_address[slot] = 0
         for blocks, addresses in zip(self._blocks, self._block_addresses, strict=True):
@@ -222,6 +238,8 @@ class BatchState:
         self._sequence_ids[slot] = sequence.sequence_id
         self._num_prompt_tokens[slot] = sequence.num_prompt_tokens
         self._angle_length[slot] = max(sequence.num_prompt_tokens, sequence.restart_length)
+        self._lora_slot[slot] = sequence.lora_slot
+        self._num_adapted += int(sequence.lora_slot != NO_ADAPTER)
         self._temperature[slot] = params.temperature
         self._top_k[slot] = params.top_k
         self._top_p[slot] = params.top_p

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from streamllm.ops.lora import LoraAdapter
 from streamllm.runner.messages import ScheduledBatch, StepOutput
 from streamllm.runner.model_runner import ModelRunner, StartedStep
 
@@ -61,6 +62,10 @@ class Executor:
         if self._thread is not None:
             return _StepInThread(self.runner, self._thread, batch)
         return _Step(self, batch)
+
+    def read_adapter(self, name: str, path: str) -> LoraAdapter:
+        """See :meth:`ModelRunner.read_adapter`; on any thread, while steps run too."""
+        return self.runner.read_adapter(name, path)
 
     def close(self) -> None:
         """Waits for what runs, stops watching, closes the runner."""

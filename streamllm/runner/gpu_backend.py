@@ -33,6 +33,7 @@ from streamllm.ops.gpu.device_kv_cache import DeviceKVCache
 from streamllm.ops.gpu.gpu_ops import GpuOps
 from streamllm.ops.gpu.kernels import GpuKernels
 from streamllm.ops.gpu.staged_step import StagedStep, StepSizes
+from streamllm.ops.lora import LoraLimits
 from streamllm.ops.step_inputs import SamplingBuffers, StepInputs
 from streamllm.runner.graphs import ForwardGraphs, GraphRecorder
 from streamllm.runner.messages import ScheduledBatch
@@ -69,6 +70,7 @@ class GpuBackend:
         kernels: everything but matrix products.
         device: where it runs.
         dtype: of activations.
+        lora: room for adapters.
         recorder: what captures graphs; ``None``: everything is launched one by one.
         progress: show a bar while graphs are captured.
     """
@@ -81,14 +83,16 @@ class GpuBackend:
         device: torch.device,
         dtype: torch.dtype,
         *,
+        lora: LoraLimits | None = None,
         recorder: GraphRecorder | None = None,
         progress: bool = False,
     ):
         self._device = device
-        self._ops = GpuOps(kernels, device, dtype)
+        self._ops = GpuOps(kernels, device, dtype, lora)
         self._head_ops = self._ops.with_float32_products()
         self._recorder, self._progress = recorder, progress
-        self._graphs: ForwardGraphs | None = None
+        # Of steps without adapters, and of those with some.
+        self._graphs: dict[bool, ForwardGraphs] = {}
         # Graphs cannot be captured on the default stream.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.event_fd: int | None = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
@@ -145,6 +149,7 @@ class GpuBackend:
                 self._partials(sizes.decode_items),
                 self._device,
             )
+            self._ops.adapter_slots = self._device_inputs.lora_slots
             pinned = self._stream is not None
             self._ring = [StagedStep(sizes, pinned=pinned) for _ in range(self.queue_depth)]
             if self._recorder is not None:
@@ -155,6 +160,7 @@ class GpuBackend:
         as a step can. Smaller ones too, so that what is compiled for a number of rows is compiled now."""
         with self._on_stream():
             device_inputs = self._device_inputs
+            self._ops.has_adapters = self._ops.lora is not None
             for tokens in _sizes_compiled_apart(len(self._inputs.token_ids)):
                 batch = device_inputs.send_padding(self._ring[-1], tokens, with_prefill=True)
                 hidden = self._forward(batch)
@@ -176,6 +182,7 @@ class GpuBackend:
             if inputs.rope_version != self._rope_version:
                 self._device_inputs.send_rope(inputs.rope_cos, inputs.rope_sin)
                 self._rope_version = inputs.rope_version
+            self._ops.assign_adapters(inputs)
             self._hidden = self._run_forward(batch)
 
     def hidden(self) -> np.ndarray:
@@ -241,7 +248,8 @@ class GpuBackend:
     # -- inside --------------------------------------------------------------------------------------------
 
     def _run_forward(self, batch: ScheduledBatch) -> Tensor:
-        inputs, device_inputs, graphs = self._inputs, self._device_inputs, self._graphs
+        inputs, device_inputs = self._inputs, self._device_inputs
+        graphs = self._graphs.get(self._ops.has_adapters)
         only_decodes = inputs.num_tokens == inputs.num_sequences and device_inputs.decodes_at_once(inputs)
         size = None if graphs is None else graphs.padded(inputs.num_tokens, only_decodes=only_decodes)
         self._batch = device_inputs.send_forward(
@@ -276,22 +284,31 @@ class GpuBackend:
     def _capture_graphs(self, recorder: GraphRecorder) -> None:
         began = time.monotonic()
         inputs, device_inputs = self._inputs, self._device_inputs
-        self._graphs = graphs = ForwardGraphs(
-            recorder, max_sequences=len(inputs.slots), max_tokens=len(inputs.token_ids)
-        )
-        captured = graphs.capture(
-            self._ops, self._forward, functools.partial(device_inputs.send_padding, self._ring[-1])
-        )
+        kinds = (False,) if self._ops.lora is None else (False, True)
+        self._graphs = {
+            has_adapters: ForwardGraphs(
+                recorder, max_sequences=len(inputs.slots), max_tokens=len(inputs.token_ids)
+            )
+            for has_adapters in kinds
+        }
+        batch_of = functools.partial(device_inputs.send_padding, self._ring[-1])
+
+        def captured() -> Iterator[None]:
+            for has_adapters, graphs in self._graphs.items():
+                self._ops.has_adapters = has_adapters
+                yield from graphs.capture(self._ops, self._forward, batch_of)
+
+        num_graphs = sum(graphs.num_graphs for graphs in self._graphs.values())
         for _ in tqdm(
-            captured,
-            total=graphs.num_graphs,
+            captured(),
+            total=num_graphs,
             desc="Capturing graphs",
             unit="graph",
             leave=False,
             disable=None if self._progress else True,
         ):
             pass
-        logger.info("captured %d graphs in %.1f s", graphs.num_graphs, time.monotonic() - began)
+        logger.info("captured %d graphs in %.1f s", num_graphs, time.monotonic() - began)
 
     def _step_sizes(self, inputs: StepInputs) -> StepSizes:
         layout, config = kv_layout(self._config.layer_windows), self._config

@@ -13,6 +13,7 @@ from enum import Enum
 import numpy as np
 
 from streamllm.errors import InvalidRequestError
+from streamllm.ops.lora import NO_ADAPTER, LoraAdapter
 from streamllm.ops.step_inputs import LogprobsMode
 from streamllm.pooling_params import Pooling
 from streamllm.runner.token_rules import TokenRules
@@ -51,6 +52,7 @@ class NewSequence:
         logprobs_mode: which values are reported as logprobs.
         restart_length: its length when it started over because its keys were to have other angles: those of
             a sequence at least so long; 0: it has not.
+        lora_slot: where its adapter was loaded, for as long as it stays in the batch.
     """
 
     slot: int
@@ -66,6 +68,7 @@ class NewSequence:
     rules: TokenRules | None = None
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
     restart_length: int = 0
+    lora_slot: int = NO_ADAPTER
 
 
 @dataclass(slots=True)
@@ -134,6 +137,18 @@ class PoolRow:
 
 
 @dataclass(slots=True)
+class LoraLoad:
+    """An adapter that takes the place of whatever its slot held; ``None`` empties it.
+
+    Attributes:
+        slot: below ``max_loras``; no sequence in the batch, or in a step in flight, has it.
+    """
+
+    slot: int
+    adapter: LoraAdapter | None
+
+
+@dataclass(slots=True)
 class ScheduledBatch:
     """One step's work.
 
@@ -147,6 +162,7 @@ class ScheduledBatch:
         pool_rows: chunks that are pooled, one entry a sequence.
         finished_slots: slots given back since the last step.
         block_copies: blocks to copy before the forward.
+        lora_loads: adapters to load before the forward.
     """
 
     step: int
@@ -157,10 +173,11 @@ class ScheduledBatch:
     pool_rows: list[PoolRow] = field(default_factory=list)
     finished_slots: list[int] = field(default_factory=list)
     block_copies: list[BlockCopy] = field(default_factory=list)
+    lora_loads: list[LoraLoad] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
+        return sum([row.num_tokens for row in self.rows])
 
 
 @dataclass(slots=True)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from streamllm.errors import ConfigError, InvalidRequestError, ModelLoadError
 from streamllm.models.checkpoint import Checkpoint
 from streamllm.models.kv_layout import kv_layout
+from streamllm.models.lora_adapter import read_adapter
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.rope import RopeTable
 from streamllm.models.weights import WeightMode, weight_bytes
 from streamllm.ops.cpu_plan import CpuOps
 from streamllm.ops.kv_cache import kv_bytes_per_block
+from streamllm.ops.lora import LoraAdapter, LoraLimits
 from streamllm.ops.step_inputs import TOKEN_NOTHING_ALLOWED, SamplingBuffers, StepInputs
 from streamllm.runner.backends import Backend, LoadedModel, PlanBackend, TorchBackend, load_model
 from streamllm.runner.batch_state import BatchState
@@ -77,8 +80,9 @@ class ModelRunner:
         sampled_vocab_size: sample ids below this only (a padded vocabulary has more logits than tokens).
         weight_mode: ``"packed"`` keeps matrices as the file holds them where there are kernels for it;
             ``"float32"`` dequantises them.
-        loaded: a backend that has the weights already; then ``threads``, ``backend`` and ``weight_mode`` mean
-            nothing.
+        lora: room for adapters.
+        loaded: a backend that has the weights already; then ``threads``, ``backend``, ``weight_mode`` and
+            ``lora`` mean nothing.
 
     Attributes:
         num_blocks: blocks of the KV cache.
@@ -111,10 +115,12 @@ class ModelRunner:
         progress: bool = True,
         sampled_vocab_size: int | None = None,
         weight_mode: WeightMode = "float32",
+        lora: LoraLimits | None = None,
         loaded: LoadedModel | None = None,
     ):
         layout = kv_layout(model_config.layer_windows)
         check_supported(model_config)
+        self._model_config = model_config
         self.num_blocks = num_blocks
         self.max_model_len = max_model_len
         self.num_groups = layout.num_groups
@@ -128,7 +134,7 @@ class ModelRunner:
             model_config.ropes, max_model_len, max_dynamic_rows=max(2 * max_num_batched_tokens, 4096)
         )
         if loaded is None:
-            made = _make_backend(backend, model_config, threads, max_num_batched_tokens, max_outputs)
+            made = _make_backend(backend, model_config, threads, max_num_batched_tokens, max_outputs, lora)
             loaded = load_model(model_config, made, checkpoint, progress, weight_mode)
         self._backend = loaded.backend
         kv_cache = self._backend.make_cache(
@@ -177,6 +183,20 @@ class ModelRunner:
     def event_fd(self) -> int | None:
         return self._backend.event_fd
 
+    def read_adapter(self, name: str, path: str) -> LoraAdapter:
+        """Reads the adapter in a folder, checks it against the model, and makes it ready for a slot; on any
+        thread, while steps run too.
+
+        Raises:
+            ModelLoadError: as :func:`streamllm.models.lora_adapter.read_adapter` says.
+        """
+        ops = self._backend.ops
+        if ops.lora is None:
+            raise ConfigError("adapters need --enable-lora.")
+        adapter = read_adapter(name, Path(path), self._model_config, max_rank=ops.lora.max_rank)
+        ops.prepare_adapter(adapter)
+        return adapter
+
     def start(self, batch: ScheduledBatch) -> StartedStep:
         """Takes the batch's news into the state and submits the forward.
 
@@ -188,6 +208,9 @@ class ModelRunner:
             raise RuntimeError("a phase is still running; wait for it first")
         self._state.update(batch)
         self._pooler.forget(batch.finished_slots)
+        # Last: should one fail, the state has heard of who came and went all the same.
+        for load in batch.lora_loads:
+            self._backend.ops.load_adapter(load.slot, load.adapter)
         if batch.num_tokens > self._max_num_batched_tokens:
             raise ValueError(
                 f"the batch has {batch.num_tokens} tokens, more than {self._max_num_batched_tokens}"
@@ -360,15 +383,22 @@ class ModelRunner:
         )
 
 
-def _make_backend(name: str, config: ModelConfig, threads: int, max_tokens: int, max_outputs: int) -> Backend:
+def _make_backend(
+    name: str,
+    config: ModelConfig,
+    threads: int,
+    max_tokens: int,
+    max_outputs: int,
+    lora: LoraLimits | None,
+) -> Backend:
     if name == "cpu" and config.through_transformers:
         from streamllm.runner.transformers_backend import TransformersBackend
 
         return TransformersBackend(threads=threads, max_tokens=max_tokens, max_outputs=max_outputs)
     if name == "cpu":
-        return PlanBackend(threads=threads, max_tokens=max_tokens, max_outputs=max_outputs)
+        return PlanBackend(threads=threads, max_tokens=max_tokens, max_outputs=max_outputs, lora=lora)
     if name == "torch":
-        return TorchBackend()
+        return TorchBackend(lora)
     raise ConfigError(f"backend must be cpu or torch, got {name!r}.")
 
 

@@ -124,7 +124,11 @@ def test_vllm_flags_that_change_nothing_are_passed_over(flags):
     [
         (["serve", "--max-num-sqs", "4"], ["--max-num-sqs", "--max-num-seqs"]),
         (["serve", "--tensor-parallel-size", "2"], ["--tensor-parallel-size 2", "not supported"]),
-        (["serve", "--lora-modules", "a=b"], ["--lora-modules", "does not support"]),
+        (["serve", "--lora-modules", "a"], ["--lora-modules takes NAME=FOLDER, got a"]),
+        (
+            ["serve", "--max-loras", "4", "--max-cpu-loras", "2"],
+            ["--max-cpu-loras", "at least --max-loras (4)"],
+        ),
         (["serve", "--port", "99999"], ["--port", "65535"]),
         (["serve", "--port"], ["--port"]),
         (["serve", "--ssl-certfile", "/no/such.pem"], ["--ssl-certfile", "No such file"]),

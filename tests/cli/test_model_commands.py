@@ -260,6 +260,18 @@ def test_a_plan_is_what_loading_does(online: FakeHub, capsys: Any) -> None:
     assert 0 < small["kv_bytes_per_block"] < 0.4 * found["kv_bytes_per_block"]
 
 
+def test_a_plan_has_room_for_adapters(online: FakeHub, capsys: Any) -> None:
+    flags = [REPO, "--backend", "cpu"]
+    with_adapters = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "64"]
+    plain, roomy = plan(capsys, *flags), plan(capsys, *flags, *with_adapters)
+    assert plain["adapter_bytes"] == 0
+    # Each of q, k, v, o, gate, up and down has (inputs + outputs) * rank elements of 2 bytes in both layers.
+    elements = 128 + 96 + 96 + 128 + 160 + 160 + 160
+    assert roomy["adapter_bytes"] == 2 * 2 * 64 * 2 * elements
+    assert main(["plan", *flags, *with_adapters]) == 0
+    assert "in full slots" in capsys.readouterr().out
+
+
 def test_a_plan_for_a_gpu(online: FakeHub, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from helpers.cpu_as_gpu import CPU, GIB, FixedMemory
 

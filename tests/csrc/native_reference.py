@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Literal
 
 import numpy as np
+from helpers.int8_cache import quantize_heads
 
 from streamllm import _native
 
@@ -66,16 +67,6 @@ def linear(
         threads=threads,
     )
     return out
-
-
-def quantize_heads(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Heads [..., head_dim] as the int8 cache holds them: int8 of that shape, and float32 scales [...]."""
-    clipped = np.clip(x.astype(np.float32), -65504, 65504)
-    largest = np.abs(clipped).max(-1)
-    with np.errstate(all="ignore"):
-        factor = np.where(largest >= 1e-30, np.float32(127) / largest, np.float32(0))[..., None]
-        integers = np.where(np.isnan(factor) | (factor == 0), 0, np.rint(clipped * factor)).astype(np.int8)
-    return integers, np.where(largest < 1e-30, 0, largest / np.float32(127)).astype(np.float32)
 
 
 @dataclass

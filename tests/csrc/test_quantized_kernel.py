@@ -97,7 +97,7 @@ def test_extreme_integers_do_not_overflow(instruction_set, name, byte):
     elements, num_bytes = block_of(name)
     blocks = np.full((40, 3, num_bytes), byte, np.uint8)
     for offset, factor in zip(FACTORS[name], [1.0, 0.25], strict=False):
-        set_factor(blocks, offset, factor)
+        set_factor(name, blocks, offset, factor)
     stored, k = blocks.reshape(40, -1), 3 * elements
     matrix, weight = pack_parts(k, [(name, stored)]), dequantise(name, stored)
     for value in (127.0, -127.0):
@@ -115,7 +115,7 @@ def test_extreme_scales(instruction_set, name):
     k = max(elements, 128)
     blocks = random_blocks(name, len(scales), k, seed=3).reshape(len(scales), -1, num_bytes)
     for offset, ratio in zip(FACTORS[name], [1.0, -0.5], strict=False):
-        set_factor(blocks, offset, scales[:, None] * ratio)
+        set_factor(name, blocks, offset, scales[:, None] * ratio)
     stored = blocks.reshape(len(scales), -1)
     weight, matrix = dequantise(name, stored), pack_parts(k, [(name, stored)])
     x = random_rows(9, k, seed=4)
@@ -173,6 +173,24 @@ def test_all_instruction_sets_that_fuse_multiply_and_add_give_the_same_bits(name
     _native.set_instruction_set(before)
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
+
+
+def test_every_scale_of_mxfp4(instruction_set):
+    """All 256 powers of two: infinite where float32 ends, NaN for the last."""
+    blocks = np.zeros((256, 1, 17), np.uint8)
+    blocks[:, 0, 0] = np.arange(256)
+    blocks[:, 0, 1:] = np.arange(16) * 17
+    matrix = pack_parts(32, [("mxfp4", blocks.reshape(256, -1))])
+    rows = embedding(matrix, list(range(256)))
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    with np.errstate(over="ignore"):
+        expected = np.ldexp(np.tile(numbers, 2), np.arange(255)[:, None] - 127).astype(np.float32)
+    np.testing.assert_array_equal(rows[:255], expected)
+    assert np.isnan(rows[255]).all()
+    x = random_rows(3, 32)
+    actual = linear(x, matrix)
+    assert np.isnan(actual[:, 255]).all()
+    assert_close(actual[:, 60:200], x, dequantise("mxfp4", blocks.reshape(256, -1))[60:200])
 
 
 def test_rows_of_several_formats_are_one_matrix(instruction_set):

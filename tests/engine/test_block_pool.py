@@ -126,3 +126,17 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_copy_on_write_is_remembered():
+    pool = BlockPool(4, 16)
+    (block,) = pool.allocate(1)
+    pool.share([block])
+    copy = pool.replace(block)
+    assert (pool.reference_count(block), pool.reference_count(copy)) == (1, 1)
+    assert pool.num_copies == 1 and list(pool.copies) == [(block, copy)]
+    pool.allocate(2)
+    pool.share([block])
+    with pytest.raises(OutOfBlocksError):
+        pool.replace(block)
+    assert pool.num_copies == 1 and pool.reference_count(block) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -95,6 +96,21 @@ def test_activations_have_the_checkpoints_type_unless_told(start, tmp_path, stor
     assert backend._device_inputs._kv_cache.dtype_name == expected
 
 
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+def test_activations_keep_the_type_of_a_checkpoint_that_is_quantised_as_it_loads(start, tmp_path, stored):
+    path = make_tiny_model(tmp_path, dtype=stored)
+    runner = runner_of(start(path=path, dtype="auto", quantization="int8", num_gpu_blocks_override=40))
+    expected = "float16" if stored == "float16" else "bfloat16"
+    assert runner._backend.ops.dtype == getattr(torch, expected)
+
+
+def test_a_quantised_gguf_does_not_say_what_activations_are(start, tmp_path):
+    path = tmp_path / "m.gguf"
+    save_tiny_gguf(path, quantization="Q8_0")
+    runner = runner_of(start(path=path, dtype="auto", num_gpu_blocks_override=40))
+    assert runner._backend.ops.dtype == torch.bfloat16
+
+
 def test_an_8_bit_cache_holds_more(start):
     memory = FixedMemory(total=40 * 2**20, step_bytes=2**20)
     plain, coarse = (
@@ -104,11 +120,30 @@ def test_an_8_bit_cache_holds_more(start):
     assert coarse == pytest.approx(2 * plain, abs=1)
 
 
+def test_an_int8_cache_has_room_for_its_scales(start):
+    """A head of 16 dimensions takes 20 bytes instead of bfloat16's 32."""
+    memory = FixedMemory(total=40 * 2**20, step_bytes=2**20)
+    plain, coarse = (
+        runner_of(start(memory=memory, dtype="bfloat16", kv_cache_dtype=kind)) for kind in ("auto", "int8")
+    )
+    assert coarse.num_blocks == pytest.approx(32 / 20 * plain.num_blocks, abs=1)
+    cache = coarse._backend._device_inputs._kv_cache
+    assert cache.num_bytes == cache.planes.nbytes == coarse.kv_cache_bytes
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_heads_that_a_kernel_cannot_read_from_bytes_are_refused(kind):
+    cuda, triton = SimpleNamespace(name="cuda"), SimpleNamespace(name="triton")
+    with pytest.raises(ConfigError, match=f"--kv-cache-dtype {kind} needs heads of a multiple of 16 .* 40;"):
+        gpu_loader._check_head_size(cuda, 40, kind)
+    for kernels, head_dim, other in ((cuda, 48, kind), (cuda, 40, "bfloat16"), (triton, 40, kind)):
+        gpu_loader._check_head_size(kernels, head_dim, other)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"kv_cache_dtype": "float16"}, "float16 does not go with float32 activations .* use auto .* or fp8"),
-        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8 is for CPUs in this version; use fp8 on a GPU"),
         ({"max_model_len": 512, "num_gpu_blocks_override": 10}, "--max-model-len 512 does not fit .* 160"),
         ({"memory": FixedMemory(40 * 2**20, step_bytes=39 * 2**20)}, "nothing is left for the KV cache"),
         ({"memory": FixedMemory(10**5)}, r"The weights need .* on the GPU and 97\.7 KiB are free"),
@@ -327,10 +362,15 @@ def test_a_prefix_hit_gives_the_same(cpu, gpu):
     assert first.outputs[0].token_ids == second.outputs[0].token_ids == expected
 
 
-@pytest.mark.parametrize("quantization", ["Q4_1", "Q8_0"])
+@pytest.mark.parametrize("quantization", ["Q4_1", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "IQ4_XS"])
 def test_quantised_weights_stay_as_the_file_holds_them(start, tmp_path, quantization):
     path = tmp_path / "m.gguf"
-    save_tiny_gguf(path, quantization=quantization)
+    wide = (
+        {"hidden_size": 256, "intermediate_size": 256}
+        if "_K" in quantization or "_XS" in quantization
+        else {}
+    )
+    save_tiny_gguf(path, quantization=quantization, **wide)
     packed, dense = (
         runner_of(start(path=path, dtype=dtype, num_gpu_blocks_override=40)) for dtype in ("auto", "float32")
     )
@@ -341,6 +381,19 @@ def test_quantised_weights_stay_as_the_file_holds_them(start, tmp_path, quantiza
         np.testing.assert_allclose(one.logits, two.logits, atol=0.05 * np.abs(one.logits).max())
     expected = generate(cpu_runner(path), prompts, max_tokens=8)
     assert [run.output for run in generate(dense, prompts, max_tokens=8)] == [run.output for run in expected]
+
+
+def test_experts_stay_as_the_file_holds_them(start, tmp_path):
+    path = tmp_path / "m.gguf"
+    save_tiny_gguf(path, "gpt-oss", quantization="MXFP4")
+    packed, dense = (
+        runner_of(start(path=path, dtype=dtype, num_gpu_blocks_override=40)) for dtype in ("auto", "float32")
+    )
+    assert packed.weight_bytes < dense.weight_bytes / 2  # a tile is wider than these rows
+    prompts = [[5, 6, 7, 8], [9] * 20]
+    exact = generate(dense, prompts, max_tokens=1)
+    for one, two in zip(exact, generate(packed, prompts, max_tokens=1), strict=True):
+        np.testing.assert_allclose(one.logits, two.logits, atol=0.05 * np.abs(one.logits).max())
 
 
 def cpu_runner(path):

@@ -61,7 +61,7 @@ YES = StructuredOutputsParams(choice=["yes"])
     ],
 )
 def test_the_constraint_begins_behind_the_thinking(follow, constraint):
-    grammar = follow(structured_outputs=constraint, thinking=Thinking(start_token_id=None, end_token_id=END))
+    grammar = follow(structured_outputs=constraint, thinking=Thinking.between_tokens(None, END))
     assert {ord("y"), ord("7"), END} <= grammar.allowed()
     assert EOS not in grammar.allowed()
     grammar.feed(*b"what now\n", END)
@@ -69,7 +69,7 @@ def test_the_constraint_begins_behind_the_thinking(follow, constraint):
 
 
 def test_a_model_may_think_or_begin_its_answer_at_once(follow):
-    thinking = Thinking(start_token_id=START, end_token_id=END)
+    thinking = Thinking.between_tokens(START, END)
     assert follow(structured_outputs=YES, thinking=thinking).allowed() == {START, ord("y")}
     assert follow(structured_outputs=YES, thinking=thinking).feed(*b"<hm>").allowed() == {ord("y")}
     assert follow(structured_outputs=YES, thinking=thinking).feed(*b"yes").allowed() == {EOS}
@@ -77,7 +77,7 @@ def test_a_model_may_think_or_begin_its_answer_at_once(follow):
 
 @pytest.mark.parametrize("constraint", [YES, None])
 def test_a_budget_ends_the_thinking(follow, constraint):
-    thinking = Thinking(start_token_id=None, end_token_id=END, budget=3)
+    thinking = Thinking.between_tokens(None, END, 3)
     grammar = follow(structured_outputs=constraint, thinking=thinking)
     assert END in grammar.feed(*b"ab").allowed()
     assert grammar.feed(ord("c")).allowed() == {END}
@@ -86,17 +86,15 @@ def test_a_budget_ends_the_thinking(follow, constraint):
 
 
 def test_a_budget_of_nothing_ends_it_at_once(follow):
-    thinking = Thinking(start_token_id=None, end_token_id=END, budget=0)
+    thinking = Thinking.between_tokens(None, END, 0)
     assert follow(thinking=thinking).allowed() == {END}
-    assert follow(thinking=Thinking(start_token_id=START, end_token_id=END, budget=0)).feed(
-        START
-    ).allowed() == {END}
+    assert follow(thinking=Thinking.between_tokens(START, END, 0)).feed(START).allowed() == {END}
 
 
 def test_thinking_without_a_budget_or_constraint_needs_no_grammar():
     async def compiled():
         compiler = GrammarCompiler(ByteTokenizer(), [EOS], ByteTokenizer().vocab_size)
-        return await compiler.compile(SamplingParams(thinking=Thinking(start_token_id=None, end_token_id=1)))
+        return await compiler.compile(SamplingParams(thinking=Thinking.between_tokens(None, 1)))
 
     assert asyncio.run(compiled()) is None
 
@@ -104,4 +102,4 @@ def test_thinking_without_a_budget_or_constraint_needs_no_grammar():
 @pytest.mark.parametrize("budget", [-1, 1.5, True])
 def test_a_budget_is_a_number_of_tokens(budget):
     with pytest.raises(InvalidRequestError, match="thinking_token_budget"):
-        Thinking(start_token_id=None, end_token_id=1, budget=budget)
+        Thinking.between_tokens(None, 1, budget)

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from helpers.quantized_weights import FORMATS, random_rows  # noqa: E402
+from helpers.quantized_weights import BLOCKS, FILE_FORMATS, FORMATS, random_rows  # noqa: E402
 from helpers.triton_device import DEVICE  # noqa: E402
 
 from streamllm.ops.gpu.quantized_matrix import QuantizedMatrix  # noqa: E402
@@ -20,10 +20,12 @@ ROWS = (1, 3, 16, 17, 64, 65, 200)
 
 
 @pytest.mark.parametrize("dtype", HALF_STEP, ids=str)
-@pytest.mark.parametrize("row_format", FORMATS)
+@pytest.mark.parametrize("row_format", sorted({*FORMATS, *FILE_FORMATS}))
 def test_products(row_format, dtype):
     """Values within what rounding can do to them, and the same bits for any number of rows."""
     for n, k in SHAPES:
+        if row_format in BLOCKS and k % BLOCKS[row_format].elements:
+            continue
         weight, values = random_rows(row_format, n, k, dtype, DEVICE, seed=n)
         x = torch.randn(ROWS[-1], k, device=DEVICE).to(dtype)
         bias = torch.randn(n, device=DEVICE)

@@ -99,6 +99,8 @@ def new_runner(
     if not backend.startswith("gpu"):
         return ModelRunner(config, checkpoint, backend=backend, **settings)
     recorder = ReplayRecorder() if backend == "gpu-graphs" else None
-    made = GpuBackend(kernels or ReferenceKernels(), CPU, dtype, recorder=recorder)
+    made = GpuBackend(
+        kernels or ReferenceKernels(), CPU, dtype, lora=settings.pop("lora", None), recorder=recorder
+    )
     loaded = load_model(config, made, checkpoint, False, settings.get("weight_mode", "float32"))
     return ModelRunner(config, checkpoint, **settings, loaded=loaded)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from helpers.cuda_emulation import EmulatedLibrary, emulated, with_includes
 from helpers.decode_case import DecodeCase
-from helpers.number_formats import BFLOAT16, FLOAT8, FLOAT16, FLOAT32
+from helpers.number_formats import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8
 
 from streamllm.ops.gpu.kernels import SPLIT_SIZE
 
@@ -131,8 +131,8 @@ def _short(name: str) -> str:
 def decode_launches(library: EmulatedLibrary) -> dict[str, dict[str, int]]:
     """Threads of a block and bytes of shared memory of the kernels of decode attention."""
     library.take_launches()
-    for cache in (FLOAT32, FLOAT16, BFLOAT16, FLOAT8):
-        dtype = FLOAT16 if cache is FLOAT8 else cache
+    for cache in (FLOAT32, FLOAT16, BFLOAT16, FLOAT8, INT8):
+        dtype = FLOAT16 if cache in (FLOAT8, INT8) else cache
         for head_dim in (64, 128, 256):
             for group, matrix_units_from in ((1, 0), (4, 0), (8, 0), (8, 1)):
                 DecodeCase(

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from helpers.cuda_emulation import EmulatedLibrary, address
-from helpers.number_formats import FLOAT32, NumberFormat
+from helpers.int8_cache import elements_and_scales, quantize_heads, unwritten_plane
+from helpers.number_formats import FLOAT32, INT8, NumberFormat
 
 from streamllm.ops.gpu.cuda.attention import MATRIX_UNITS_FROM, PagedDecodeArgs
 from streamllm.ops.gpu.decode_work import decode_work
@@ -73,11 +74,14 @@ class DecodeCase:
         return [int(self.query_start[s + 1]) - 1 for s, one in enumerate(self.decoded or ()) if one]
 
     def keys_and_values(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
-        """As stored, ``[context, KH, D]``; a longer context of the same name begins with the same ones."""
+        """``[context, KH, D]``, float64 (and so not rounded) in int8, else as stored; a longer context of the
+        same name begins with the same ones."""
         random = np.random.default_rng([1, self.names[sequence]])
         drawn = random.normal(size=(self.contexts[sequence], 2, self.kv_heads, self.head_dim))
         keys = drawn[:, 0] * self.keys_scale / self.key_scale
         values = drawn[:, 1] * self.values_scale / self.value_scale
+        if self.cache_dtype is INT8:
+            return keys, values
         return self.cache_dtype.encode(keys), self.cache_dtype.encode(values)
 
     def _draw_queries(self) -> None:
@@ -99,7 +103,10 @@ class DecodeCase:
         self.table_rows = random.permutation(slots)[: len(self.contexts)].astype(np.int32)
         self.block_tables = np.full((slots, max(blocks) + 1), -1, np.int32)
         shape = (total, self.kv_heads, self.block_size, self.head_dim)
-        self.keys, self.values = self.cache_dtype.nan(shape), self.cache_dtype.nan(shape)
+        if self.cache_dtype is INT8:
+            self.keys, self.values = unwritten_plane(*shape), unwritten_plane(*shape)
+        else:
+            self.keys, self.values = self.cache_dtype.nan(shape), self.cache_dtype.nan(shape)
         for sequence, context in enumerate(self.contexts):
             first = max(context - self.window, 0) if self.window else 0
             keys, values = self.keys_and_values(sequence)
@@ -109,8 +116,15 @@ class DecodeCase:
                 start = max(number * self.block_size, first)
                 end = min((number + 1) * self.block_size, context)
                 inside = slice(start - number * self.block_size, end - number * self.block_size)
-                self.keys[block, :, inside] = keys[start:end].swapaxes(0, 1)
-                self.values[block, :, inside] = values[start:end].swapaxes(0, 1)
+                self._store(self.keys, block, inside, keys[start:end].swapaxes(0, 1))
+                self._store(self.values, block, inside, values[start:end].swapaxes(0, 1))
+
+    def _store(self, plane: np.ndarray, block: int, positions: slice, heads: np.ndarray) -> None:
+        if self.cache_dtype is INT8:
+            elements, scales = elements_and_scales(plane, self.head_dim)
+            elements[block, :, positions], scales[block, :, positions] = quantize_heads(heads)
+        else:
+            plane[block, :, positions] = heads
 
     def _list_work(self, spare: int = 2) -> None:
         work = decode_work(self.context_lens, np.asarray(self.decoded), self.window)
@@ -165,7 +179,7 @@ class DecodeCase:
         return out
 
     def _attend(self, sequence: int, q: np.ndarray) -> np.ndarray:
-        keys, values = (self.cache_dtype.decode(part) for part in self.keys_and_values(sequence))
+        keys, values = (self._decoded(part) for part in self.keys_and_values(sequence))
         if self.window:
             keys, values = keys[-self.window :], values[-self.window :]
         q = q.reshape(self.kv_heads, self.group, self.head_dim)
@@ -180,3 +194,9 @@ class DecodeCase:
         weights = np.exp(scores - largest)
         total = weights.sum(-1, keepdims=True) + np.exp(sinks - largest)
         return np.einsum("kgp,pkd->kgd", weights / np.where(total == 0, 1, total), values * self.value_scale)
+
+    def _decoded(self, stored: np.ndarray) -> np.ndarray:
+        if self.cache_dtype is not INT8:
+            return self.cache_dtype.decode(stored)
+        integers, scales = quantize_heads(stored)
+        return integers * scales[..., None].astype(np.float64)

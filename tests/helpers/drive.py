@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from streamllm.ops.lora import NO_ADAPTER, LoraAdapter
 from streamllm.runner.executor import Executor
 from streamllm.runner.messages import (
+    LoraLoad,
     NewSequence,
     OutputRow,
     ScheduledBatch,
@@ -38,6 +40,7 @@ class Generation:
     num_computed_tokens: int = 0
     num_told_tokens: int = 0
     num_told_blocks: int = 0
+    lora_slot: int = NO_ADAPTER
 
     @property
     def tokens(self) -> list[int]:
@@ -83,6 +86,7 @@ def schedule(
                     seed,
                     0,
                     len(run.prompt),
+                    lora_slot=run.lora_slot,
                 )
             )
             tokens, updates = [], []
@@ -104,8 +108,13 @@ def generate(
     block_size: int = 16,
     keep_logits: bool = True,
     first_block: int = 0,
+    adapters: Sequence[LoraAdapter | None] = (),
 ) -> list[Generation]:
-    """Runs all prompts together, slots in their order, blocks handed out from ``first_block`` on."""
+    """Runs all prompts together, slots in their order, blocks handed out from ``first_block`` on.
+
+    Args:
+        adapters: of each prompt, in slots of their own in the order of their appearance.
+    """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     runs = [
         Generation(list(prompt), own, max_tokens, slot)
@@ -113,11 +122,16 @@ def generate(
     ]
     for run in runs:
         run.blocks = [[] for _ in range(runner.num_groups)]
+    loaded = list(dict.fromkeys(adapter for adapter in adapters if adapter is not None))
+    for run, adapter in zip(runs, adapters, strict=False):
+        run.lora_slot = NO_ADAPTER if adapter is None else loaded.index(adapter)
     free = iter(range(first_block, runner.num_blocks))
     finished: list[int] = []
     step = 0
     while any(not run.finished for run in runs):
         batch = schedule(runs, free, block_size, budget, finished, step)
+        if step == 0:
+            batch.lora_loads = [LoraLoad(slot, adapter) for slot, adapter in enumerate(loaded)]
         output = run_step(runner, batch)
         finished = []
         logits = runner.logits() if batch.output_rows and keep_logits else None

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from helpers.byte_tokenizer import ByteTokenizer
+from helpers.fake_adapter import choice_of, read_fake_adapter
 
+from streamllm.ops.lora import LoraAdapter
 from streamllm.outputs import Logprob
 from streamllm.runner.messages import PromptLogprobChunk, ScheduledBatch, StepOutput, TokenLogprobs
 from streamllm.runner.pooler import Pooler
@@ -109,6 +111,8 @@ class _Slot:
     num_computed: int
     choice_index: int
     num_logprobs: int | None
+    lora_slot: int
+    adapter: bytes | None
     drawn: dict[int, int] = field(default_factory=dict)
     assumed: dict[int, int] = field(default_factory=dict)
 
@@ -144,10 +148,12 @@ class FakeRunner:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.windows = windows
         self.slots: dict[int, _Slot] = {}
+        self.adapters: dict[int, LoraAdapter] = {}
         self.memory: dict[int, dict[int, tuple[int, int]]] = {}
         self.written: set[tuple[int, int]] = set()
         self.batches: list[ScheduledBatch] = []
         self.num_drawn: Counter[int] = Counter()
+        self.max_adapters = 0
         self.pooler = Pooler()
 
     def step(self, batch: ScheduledBatch) -> StepOutput:
@@ -157,6 +163,7 @@ class FakeRunner:
         for slot in batch.finished_slots:
             self.slots.pop(slot, None)
         self.pooler.forget(batch.finished_slots)
+        self._load(batch)
         for new in batch.new_sequences:
             assert new.slot not in self.slots, "a slot is in use"
             self.slots[new.slot] = _Slot(
@@ -166,10 +173,13 @@ class FakeRunner:
                 new.num_computed_tokens,
                 new.choice_index,
                 new.num_logprobs,
+                new.lora_slot,
+                None if new.lora_slot < 0 else self.adapters[new.lora_slot].content,
             )
         assert len({row.slot for row in batch.rows}) == len(batch.rows)
         self._copy(batch.block_copies)
         for row in batch.rows:
+            self._check_adapter(self.slots[row.slot])
             self._advance(row)
         for row in batch.rows:
             self._check_context(self.slots[row.slot])
@@ -182,7 +192,8 @@ class FakeRunner:
             token_ids = row.first(row.num_computed)
             assert state.first(row.num_computed) == token_ids, "an output row of another sequence's tokens"
             state.num_computed = row.num_computed
-            state.drawn[len(token_ids)] = token_id = self.draw(token_ids, state.choice_index)
+            choice = choice_of(state.adapter, state.choice_index)
+            state.drawn[len(token_ids)] = token_id = self.draw(token_ids, choice)
             self.num_drawn[state.sequence_id] += 1
             output.token_ids.append([token_id])
             output.logprobs.append(self._logprobs(state, token_ids))
@@ -202,6 +213,23 @@ class FakeRunner:
     def draw(self, token_ids: list[int], choice_index: int) -> int:
         """The token that follows ``token_ids``."""
         return next_token(token_ids, choice_index)
+
+    def _load(self, batch: ScheduledBatch) -> None:
+        """A slot is loaded at most once a step, and never while a sequence of the batch has it."""
+        slots = [load.slot for load in batch.lora_loads]
+        assert len(set(slots)) == len(slots)
+        for load in batch.lora_loads:
+            assert all(state.lora_slot != load.slot for state in self.slots.values()), "a slot is in use"
+            if load.adapter is None:
+                del self.adapters[load.slot]
+            else:
+                self.adapters[load.slot] = load.adapter
+        self.max_adapters = max(self.max_adapters, len({s.adapter for s in self.slots.values()} - {None}))
+
+    def _check_adapter(self, state: _Slot) -> None:
+        """What is in a sequence's slot is the adapter with which it began."""
+        if state.adapter is not None:
+            assert self.adapters[state.lora_slot].content == state.adapter
 
     def _pool(self, batch: ScheduledBatch) -> list[np.ndarray | str | None]:
         """By the real pooler, over the fake hidden states of the whole step."""
@@ -247,7 +275,7 @@ class FakeRunner:
                 assert where not in self.written, "two sequences write one slot"
                 self.written.add(where)
                 content = self.memory.setdefault(block, {})
-                content[position % self.block_size] = (group, hash(tuple(token_ids[: position + 1])))
+                content[position % self.block_size] = (group, self._hash(state, token_ids, position))
         state.num_computed = end
 
     def _check_context(self, state: _Slot) -> None:
@@ -257,9 +285,14 @@ class FakeRunner:
             first = 0 if window is None else max(state.num_computed - window, 0)
             for position in range(first, state.num_computed):
                 found = self.memory[blocks[position // self.block_size]].get(position % self.block_size)
-                assert found == (group, hash(tuple(token_ids[: position + 1]))), (
+                assert found == (group, self._hash(state, token_ids, position)), (
                     f"position {position} of {token_ids} reads another content"
                 )
+
+    @staticmethod
+    def _hash(state: _Slot, token_ids: list[int], position: int) -> int:
+        """What K and V of a position depend on: the adapter, and all tokens up to there."""
+        return hash((state.adapter, *token_ids[: position + 1]))
 
 
 class FakeExecutor:
@@ -281,8 +314,13 @@ class FakeExecutor:
         self.queue_depth = queue_depth
         self.fail_next: list[Exception] = []
         self.closed = False
+        self.adapters_read: list[str] = []
         self.num_in_flight = 0
         self.free_at = 0.0
+
+    def read_adapter(self, name: str, path: str) -> LoraAdapter:
+        self.adapters_read.append(path)
+        return read_fake_adapter(name, path)
 
     def submit(self, batch: ScheduledBatch) -> FakeStep:
         assert self.num_in_flight < self.queue_depth

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from helpers.quantized_weights import random_rows
 from helpers.triton_compile import Compiler
 
 from streamllm.ops.gpu.expert_weights import ExpertWeights
-from streamllm.ops.gpu.quantized_matrix import WeightRows
 from streamllm.ops.gpu.triton_kernels import experts, matmul
 from streamllm.ops.gpu.triton_kernels.expert_routing import ExpertBlocks
+from streamllm.ops.gpu.weight_rows import WeightRows
 
 SIZE = 4096
 MATRIX_INSTRUCTION = re.compile(
@@ -26,17 +27,22 @@ MATRIX_INSTRUCTION = re.compile(
 )
 CASES = {
     torch.bfloat16: {
-        "q4_0": (1, 999), "q4_1": (1, 20, 40, 100, 999), "q8_0": (1, 999), "int8": (1, 999),
-        "float8_e4m3": (1, 999), "dense": (1, 40, 999),
+        "q4_0": (1, 999), "q4_1": (1, 20, 40, 100, 999), "q8_0": (1, 999), "int8_row": (1, 999),
+        "float8_row": (1, 999), "dense": (1, 40, 999), "q5_1": (1, 999), "q2_k": (1, 999), "q3_k": (1, 999),
+        "q4_k": (1, 64, 999), "q5_k": (1, 999), "q6_k": (1, 64, 999), "iq4_xs": (1, 999), "mxfp4": (1, 999),
+        "int4_32": (1, 999), "int4_128": (1, 999), "int8_128": (1, 999), "float8_e4m3": (1, 999),
     },
     torch.float16: {"q4_1": (1, 999), "dense": (1, 999)},
     torch.float32: {"q4_1": (1, 999), "q8_0": (1,), "dense": (1, 999)},
 }  # fmt: skip
-"""Rows of activations, by their dtype and the weight's format."""
+"""Rows of activations, by their dtype and the weight's format; the other formats are made of the same parts
+(q5_0 of q5_1's and q4_0's, iq4_nl of iq4_xs's and q4_0's)."""
 
 EXPERT_CASES = {
     (torch.bfloat16, "dense"): (16, 64, 128),
     (torch.bfloat16, "q4_0"): (16, 128),
+    (torch.bfloat16, "q4_k"): (16,),
+    (torch.bfloat16, "mxfp4"): (16, 128),
     (torch.float32, "dense"): (16, 128),
 }
 """Rows of a block."""
@@ -61,8 +67,8 @@ class ProductCompiler(Compiler):
 
 def square_weight(row_format: str, dtype: torch.dtype) -> WeightRows:
     """One that claims to be ``[SIZE, SIZE]``; it is never read."""
-    weight, _ = random_rows(row_format, SIZE, 64, dtype, "cpu")
-    return WeightRows(weight.format, SIZE, SIZE, weight.values, weight.scales, weight.minimums)
+    weight, _ = random_rows(row_format, SIZE, 256, dtype, "cpu")
+    return replace(weight, n=SIZE, k=SIZE)
 
 
 def compile_products(compiler: ProductCompiler) -> None:

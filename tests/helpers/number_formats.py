@@ -73,6 +73,8 @@ FLOAT32 = NumberFormat(
 FLOAT16 = NumberFormat("float16", library.FLOAT16, np.float16, 10, -14, 65504.0, 0x7E00)
 BFLOAT16 = NumberFormat("bfloat16", library.BFLOAT16, np.uint16, 7, -126, (2 - 2.0**-7) * 2.0**127, 0x7FC0)
 FLOAT8 = NumberFormat("float8_e4m3", library.FLOAT8_E4M3, np.uint8, 3, -6, 448.0, 0x7F)
+INT8 = NumberFormat("int8", library.INT8, np.int8, 0, 0, 127.0, 99)
+"""Of a cache alone, with scales (:mod:`helpers.int8_cache`)."""
 
 
 def _float8_magnitudes() -> np.ndarray:

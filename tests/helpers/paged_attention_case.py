@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from helpers.int8_cache import elements_and_scales, quantize_heads, unwritten_plane
 from helpers.triton_device import DEVICE
 from torch import Tensor
 
@@ -71,13 +72,14 @@ class PagedCase:
         return torch.from_numpy(values.astype(np.float32))
 
     def stored(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a sequence in the cache's dtype: ``[context, KH, D]``."""
+        """Keys and values of a sequence in the cache's dtype, of int8 as they are written: ``[context, KH,
+        D]``."""
         length = max(self.sequences[index][0], 1)
         # Drawn a position at a time: a longer context of the same name begins with the same keys.
         kv = self._random(2 * self.names[index], length, 2, self.kv_heads, self.head_dim)
         kv = kv[: self.sequences[index][0]]
         scales = torch.tensor([self.key_scale / self.magnitude, self.value_scale])[:, None, None]
-        kv = (kv / scales).to(self.cache_dtype)
+        kv = kv / scales if self.cache_dtype == torch.int8 else (kv / scales).to(self.cache_dtype)
         return kv[:, 0], kv[:, 1]
 
     def _fill_cache(self) -> None:
@@ -89,8 +91,11 @@ class PagedCase:
         rows = shuffled.permutation(slots)[: len(self.sequences)]
         tables = torch.full((slots, max([*blocks, 1]) + 1), -1, dtype=torch.int32)
         # A block of NaN lies before block 0, where -1 would be read.
-        planes = torch.full((2, total + 1, self.kv_heads, self.block_size, self.head_dim), math.nan)
-        planes = planes.to(self.cache_dtype)
+        size = (total + 1, self.kv_heads, self.block_size, self.head_dim)
+        if self.cache_dtype == torch.int8:
+            planes = torch.from_numpy(np.stack([unwritten_plane(*size)] * 2))
+        else:
+            planes = torch.full((2, *size), math.nan).to(self.cache_dtype)
         for index, (context, queries) in enumerate(self.sequences):
             first = max(context - queries - self.window + 1, 0) if self.window else 0
             keys, values = self.stored(index)
@@ -100,16 +105,26 @@ class PagedCase:
                 start = max(number * self.block_size, first)
                 end = min((number + 1) * self.block_size, context)
                 inside = slice(start - number * self.block_size, end - number * self.block_size)
-                planes[0, block + 1, :, inside] = keys[start:end].transpose(0, 1)
-                planes[1, block + 1, :, inside] = values[start:end].transpose(0, 1)
-        planes = planes.to(self.device)
-        self.cache = PagedCache(planes[0, 1:], planes[1, 1:], self.key_scale, self.value_scale)
+                for plane, heads in zip(planes, (keys, values), strict=True):
+                    self._store(plane[block + 1], inside, heads[start:end].transpose(0, 1))
+        keys, values = planes.to(self.device)[:, 1:]
+        if self.cache_dtype == torch.int8:
+            self.cache = PagedCache.of_int8(keys, values, self.head_dim)
+        else:
+            self.cache = PagedCache(keys, values, self.key_scale, self.value_scale)
         self.context = PagedContext(
             query_start=self._int32(np.cumsum([0, *(rows for _, rows in self.sequences)])),
             context_lens=self._int32([context for context, _ in self.sequences]),
             table_rows=self._int32(rows),
             block_tables=tables.to(self.device),
         )
+
+    def _store(self, block: Tensor, positions: slice, heads: Tensor) -> None:
+        if self.cache_dtype == torch.int8:
+            elements, scales = elements_and_scales(block.numpy(), self.head_dim)
+            elements[:, positions], scales[:, positions] = quantize_heads(heads.numpy())
+        else:
+            block[:, positions] = heads
 
     def _fill_queries(self) -> None:
         width = self.shape.num_heads * self.head_dim
@@ -162,10 +177,7 @@ class PagedCase:
     def expected(self, index: int) -> np.ndarray:
         """Attention of the sequence's rows, float64 ``[rows, H * D]``."""
         context, rows = self.sequences[index]
-        keys, values = (
-            part.double().numpy() * scale
-            for part, scale in zip(self.stored(index), (self.key_scale, self.value_scale), strict=True)
-        )
+        keys, values = map(self._dequantized, self.stored(index), (self.key_scale, self.value_scale))
         q = self.q[self.rows_of(index)].cpu().double().numpy()
         q = q.reshape(rows, self.kv_heads, self.group, self.head_dim)
         scores = np.einsum("rkgd,pkd->rkgp", q, keys) * self.shape.scale
@@ -185,3 +197,9 @@ class PagedCase:
         return np.einsum("rkgp,pkd->rkgd", weights, values).reshape(
             rows, self.shape.num_heads * self.head_dim
         )
+
+    def _dequantized(self, stored: Tensor, scale: float) -> np.ndarray:
+        if self.cache_dtype != torch.int8:
+            return stored.double().numpy() * scale
+        integers, scales = quantize_heads(stored.numpy())
+        return integers * scales[..., None].astype(np.float64)

@@ -16,6 +16,7 @@ from streamllm.engine.prompt_logprobs import PromptLogprobs
 from streamllm.engine.request import Request, Sequence
 from streamllm.engine.scheduler import Scheduler
 from streamllm.engine.step import Limits
+from streamllm.ops.lora import LoraAdapter
 from streamllm.outputs import RequestMetrics
 from streamllm.runner.messages import ScheduledBatch, StepOutput
 from streamllm.runner.token_rules import TokenRules
@@ -64,10 +65,12 @@ class Harness:
         salt: str | None = None,
         prompt_only: bool = False,
         rules: TokenRules | None = None,
+        adapter: LoraAdapter | None = None,
         **params,
     ) -> Request:
         """Queue a request; ``beam_width`` among ``params`` makes it a beam search."""
-        seed = chain_seed(salt=salt) if self.prefix_caching else None
+        content = None if adapter is None else adapter.content
+        seed = chain_seed(salt=salt, adapter=content) if self.prefix_caching else None
         hashes = block_hashes(prompt, self.pool.block_size, seed) if seed else []
         beams = None
         num_choices = params.get("n", 1)
@@ -90,6 +93,7 @@ class Harness:
             beams=beams,
             prompt_only=prompt_only,
             rules=rules,
+            adapter=adapter,
         )
         if request.params.prompt_logprobs is not None:
             request.prompt_logprobs = PromptLogprobs(prompt, request.params.prompt_logprobs, ByteTokenizer())

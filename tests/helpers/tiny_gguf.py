@@ -177,7 +177,8 @@ def save_tiny_gguf(
     """Writes a tiny model to ``path`` and returns it (a transformers model with the unquantised weights).
 
     Args:
-        quantization: GGML's name of the matrices' type, such as ``"F16"``, ``"Q8_0"``, ``"Q4_1"``.
+        quantization: GGML's name of the matrices' type, such as ``"F16"``, ``"Q8_0"``, ``"Q4_1"``. Types that
+            the gguf package only reads (``"Q4_K"``) get other weights than the model's, as large as those.
         joined_experts: gates and ups of experts are one tensor.
         extra_metadata: floats and strings under the architecture's prefix, as ``{"rope.freq_base": 1e6}``.
     """
@@ -203,12 +204,29 @@ def save_tiny_gguf(
     for name, values in _tensors(model, kind, tied):
         is_matrix = values.ndim > 1 and name.endswith("weight")
         chosen = gguf.GGMLQuantizationType[quantization if is_matrix else "F32"]
-        writer.add_tensor(name, gguf.quants.quantize(values, chosen), raw_dtype=chosen)
+        writer.add_tensor(name, _stored(values, chosen), raw_dtype=chosen)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return model
+
+
+def _stored(values: np.ndarray, chosen: Any) -> np.ndarray:
+    """A tensor in one of GGML's types."""
+    import gguf
+
+    try:
+        return gguf.quants.quantize(values, chosen)
+    except NotImplementedError:
+        from helpers.quantized_weights import dequantized, stored_groups
+
+    rows, columns = math.prod(values.shape[:-1]), values.shape[-1]
+    kind, scale, seed = chosen.name.lower(), 0.05, int(np.abs(values).sum())
+    trial = dequantized(stored_groups(kind, rows, columns, np.random.default_rng(seed), scale))
+    scale *= values.std() / trial.std()
+    stored = stored_groups(kind, rows, columns, np.random.default_rng(seed), scale).data
+    return stored.reshape(*values.shape[:-1], -1)
 
 
 def _write_metadata(writer: Any, config: Any) -> None:

@@ -25,7 +25,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from streamllm.ops.gpu.kernels import AttentionShape, DecodeWork, DeviceSampling, PagedCache, PagedContext
+from streamllm.ops.gpu.kernels import (
+    AdapterStack,
+    AttentionShape,
+    DecodeWork,
+    DeviceSampling,
+    PagedCache,
+    PagedContext,
+)
 from streamllm.ops.gpu.triton_kernels import (
     attention_decode,
     attention_prefill,
@@ -33,6 +40,7 @@ from streamllm.ops.gpu.triton_kernels import (
     elementwise,
     expert_routing,
     experts,
+    lora,
     rotary_cache,
     sampling,
 )
@@ -114,11 +122,16 @@ def _attention_arguments(
     if layer.pop("sinks", False):
         layer["sinks"] = torch.zeros(kv_heads * group)
     shape = AttentionShape(kv_heads * group, kv_heads, head_dim, scale=0.125, **layer)
-    plane = torch.empty(2, kv_heads, 16, head_dim, dtype=torch.float32).to(cache_dtype or dtype)
+    if cache_dtype == INT8:
+        plane = torch.empty(2, kv_heads, 16 * (head_dim + 4), dtype=INT8)
+        cache = PagedCache.of_int8(plane, plane, head_dim)
+    else:
+        plane = torch.empty(2, kv_heads, 16, head_dim, dtype=torch.float32).to(cache_dtype or dtype)
+        cache = PagedCache(plane, plane, 0.5, 0.5)
     integers = torch.zeros(16, 64, dtype=torch.int32)
     q = torch.empty(4, kv_heads * group * head_dim, dtype=dtype)
     context = PagedContext(integers[0], integers[1], integers[2], integers)
-    return torch.empty_like(q), q, PagedCache(plane, plane, 0.5, 0.5), context, shape
+    return torch.empty_like(q), q, cache, context, shape
 
 
 def _decode_work(shape: AttentionShape) -> DecodeWork:
@@ -127,14 +140,19 @@ def _decode_work(shape: AttentionShape) -> DecodeWork:
     return DecodeWork(integers[:, :2].contiguous(), integers[0], integers[1], integers[2], partials)
 
 
-BFLOAT16, FLOAT16, FLOAT32, FLOAT8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+FLOAT8, INT8 = torch.float8_e4m3fn, torch.int8
 ATTENTION_LAYERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "bfloat16 head=64 group=8": ((BFLOAT16, 64, 8), {}),
     "bfloat16 head=64 group=8 float8 cache": ((BFLOAT16, 64, 8, FLOAT8), {}),
+    "bfloat16 head=64 group=8 int8 cache": ((BFLOAT16, 64, 8, INT8), {}),
     "bfloat16 head=80 group=1": ((BFLOAT16, 80, 1), {}),
     "bfloat16 head=128 group=4": ((BFLOAT16, 128, 4), {}),
     "bfloat16 head=128 group=4 window sinks": ((BFLOAT16, 128, 4), {"window": 4096, "sinks": True}),
     "bfloat16 head=128 group=4 float8 cache": ((BFLOAT16, 128, 4, FLOAT8), {}),
+    "bfloat16 head=128 group=4 int8 cache": ((BFLOAT16, 128, 4, INT8), {}),
+    "bfloat16 head=256 group=4 int8 cache": ((BFLOAT16, 256, 4, INT8), {}),
+    "float32 head=128 group=4 int8 cache": ((FLOAT32, 128, 4, INT8), {}),
     "bfloat16 head=256 group=2 window soft cap": ((BFLOAT16, 256, 2), {"window": 4096, "soft_cap": 50.0}),
     "float16 head=128 group=4": ((FLOAT16, 128, 4), {}),
     "float32 head=64 group=4": ((FLOAT32, 64, 4), {}),
@@ -166,7 +184,7 @@ def compile_elementwise(compiler: Compiler) -> None:
 
 
 def compile_rotary(compiler: Compiler) -> None:
-    for cache_dtype, norms in ((BFLOAT16, True), (FLOAT16, False), (FLOAT8, False)):
+    for cache_dtype, norms in ((BFLOAT16, True), (FLOAT16, False), (FLOAT8, False), (INT8, True)):
         _, _, cache, _, shape = _attention_arguments(BFLOAT16, 128, 4, cache_dtype)
         qkv = torch.empty(4, (shape.num_heads + 16) * 128, dtype=BFLOAT16)
         slots, rows = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
@@ -184,6 +202,21 @@ def compile_experts(compiler: Compiler) -> None:
     compiler.compile("8 of 128", route, torch.empty(4, 128, dtype=BFLOAT16), 128, 8)
     out, results = torch.empty(4, 4096, dtype=BFLOAT16), torch.empty(4 * 8, 4096, dtype=BFLOAT16)
     compiler.compile("8 of 128", experts.add_results, out, results, torch.empty(4, 8))
+
+
+def compile_lora(compiler: Compiler) -> None:
+    """Of a matrix of three parts."""
+    slots = torch.zeros(4, dtype=torch.int32)
+    for dtype, rank in ((BFLOAT16, 16), (BFLOAT16, 64), (FLOAT16, 128), (FLOAT32, 16)):
+        stack = AdapterStack(
+            torch.empty(4, 3 * rank, 4096, dtype=dtype),
+            torch.empty(4, 6144, rank, dtype=dtype),
+            slots,
+            (0, 4096, 5120),
+        )
+        out, x = torch.empty(4, 6144, dtype=dtype), torch.empty(4, 4096, dtype=dtype)
+        name = f"{str(dtype).removeprefix('torch.')} 4096 rank={rank}"
+        compiler.compile(name, lora.lora_add, out, x, slots, stack)
 
 
 def compile_copies(compiler: Compiler) -> None:
@@ -215,6 +248,7 @@ def main(architecture: str) -> None:
         compile_elementwise(compiler)
         compile_rotary(compiler)
         compile_experts(compiler)
+        compile_lora(compiler)
         compile_copies(compiler)
         compile_sampling(compiler)
     json.dump(compiler.found, sys.stdout)

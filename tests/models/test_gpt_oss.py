@@ -112,28 +112,26 @@ def test_mxfp4_rows_can_stay_as_stored(mxfp4_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("from_gguf", [False, True])
-def test_without_a_kernel_mxfp4_becomes_bfloat16_exactly(
-    mxfp4_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, from_gguf: bool
-) -> None:
+def test_mxfp4_experts_stay_packed(mxfp4_folder: Path, tmp_path: Path, from_gguf: bool) -> None:
     path = mxfp4_folder
     if from_gguf:
         path = tmp_path / "m.gguf"
         save_tiny_gguf(path, "gpt-oss", quantization="MXFP4")
     config, checkpoint = load(path)
-    formats = CpuOps.packed_formats - {"mxfp4"}
     outputs = []
     for mode in ("float32", "packed"):
         runner = make_runner(config, checkpoint, backend="cpu", weight_mode=mode)
-        outputs.append(generate(runner, [[5, 6, 7], list(range(40))], max_tokens=3))
-        if mode == "packed":
-            # All heights of this model but the head's are multiples of 32, so that panels have no padding.
-            assert runner.weight_bytes == pytest.approx(weight_bytes(checkpoint, formats, mode), rel=0.05)
-            assert runner.weight_bytes < 0.6 * weight_bytes(checkpoint, formats, "float32")
+        outputs.append(generate(runner, [[5, 6, 7], list(range(40))], max_tokens=1))
+        # All heights of this model but the head's are multiples of 32, so that panels have no padding.
+        expected = weight_bytes(checkpoint, CpuOps.packed_formats, mode)
+        assert runner.weight_bytes == pytest.approx(expected, rel=0.05)
         runner.close()
+    experts = [name for name in checkpoint.names() if ".experts." in name and name.endswith(".weight")]
+    assert {checkpoint.format(name) for name in experts} == {"mxfp4"} <= CpuOps.packed_formats
     for exact, packed in zip(*outputs, strict=True):
-        assert np.array_equal(np.array(exact.logits), np.array(packed.logits))
-    (line,) = {record.getMessage() for record in caplog.records if "no kernel" in record.getMessage()}
-    assert "of type mxfp4" in line and "become bfloat16" in line
+        error = np.array(packed.logits) - np.array(exact.logits)
+        # Activations are rounded to 8 bits, which grows in a model of random weights.
+        assert 0 < np.sqrt(np.mean(error**2)) < 0.2 * np.std(exact.logits)
 
 
 def test_gate_and_up_take_turns(tmp_path: Path) -> None:
@@ -196,7 +194,7 @@ def test_what_an_absent_field_means(tmp_path: Path) -> None:
         ),
         ({"num_experts_per_tok": 5}, r"num_experts_per_tok must be at most num_local_experts, got 5"),
         ({"swiglu_alpha": 1.5}, r"swiglu_alpha must be 1\.702, got 1\.5"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"quantised with 'fp8' are not supported"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, r"quantised with 'aqlm' are not supported"),
     ],
 )
 def test_contradictions_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -309,7 +309,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),
     ({"rope_theta": float("inf")}, "rope_theta must be a positive number, got inf"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' are not supported"),
+    ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes' are not supported"),
     ({"hidden_size": ...}, "has no hidden_size"),
     ({"hidden_size": "64"}, "hidden_size must be a positive integer, got '64'"),
     ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, got 0"),

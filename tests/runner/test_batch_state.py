@@ -231,3 +231,30 @@ def test_a_token_that_is_being_drawn_is_unknown_and_counts():
         banned.append(RowEdits.at(int(sampling.edits[0])).banned_ids.tolist())
     assert state.token_ids(1) == [1, 2, 3, 31, 32]
     assert banned == [[7], [7], [], []]
+
+
+def test_each_token_has_the_adapter_of_its_sequence():
+    state, inputs = BatchState(SLOTS, GROUPS), make_inputs()
+
+    def filled(batch: ScheduledBatch) -> list[int]:
+        state.update(batch)
+        state.fill(batch, inputs)
+        return inputs.lora_slots[: inputs.num_tokens].tolist()
+
+    first = ScheduledBatch(
+        0,
+        [
+            new_sequence(1, [5, 6, 7], [0], lora_slot=2),
+            new_sequence(0, [5], [1]),
+            new_sequence(3, [8, 9], [2], lora_slot=0),
+        ],
+        [ScheduledRow(1, 0, 3, [], []), ScheduledRow(0, 0, 1, [], []), ScheduledRow(3, 0, 2, [], [])],
+    )
+    assert filled(first) == [2, 2, 2, -1, 0, 0] and inputs.has_adapters
+    # A step of nobody with an adapter, while others of the batch have one.
+    assert filled(ScheduledBatch(1, rows=[ScheduledRow(0, 1, 1, [4], [])])) == [-1]
+    assert not inputs.has_adapters
+    again = ScheduledBatch(
+        2, [new_sequence(1, [5, 6], [0])], [ScheduledRow(1, 0, 2, [], [])], finished_slots=[1, 3]
+    )
+    assert filled(again) == [-1, -1] and not inputs.has_adapters

@@ -52,12 +52,40 @@ def check(kernels: GpuKernels, backend: str) -> None:
             assert a.logprob == pytest.approx(b.logprob, abs=1e-5) and a.rank == b.rank
 
 
+@pytest.mark.parametrize("kernels", ["cuda", "reference", pytest.param("triton", marks=pytest.mark.slow)])
+def test_an_int8_cache_serves_a_model(kernels):
+    """As on the CPU, but for elements that fall to the other side of a half."""
+    if kernels == "triton":
+        run_interpreted("check_int8(TritonKernels())")
+    elif kernels == "cuda":
+        check_int8(emulated_kernels())
+    else:
+        check_int8(ReferenceKernels())
+
+
+def check_int8(kernels: GpuKernels) -> None:
+    settings = {"kv_cache_dtype": "int8"}
+    expected = generate(make_runner(**settings), PROMPTS, max_tokens=4, budget=21)
+    exact = generate(make_runner(), PROMPTS, max_tokens=4, budget=21)
+    runner = make_runner(backend="gpu", kernels=kernels, max_num_seqs=3, **settings)
+    for run, one, other in zip(
+        generate(runner, PROMPTS, max_tokens=4, budget=21), expected, exact, strict=True
+    ):
+        assert run.output == one.output
+        np.testing.assert_allclose(run.logits, one.logits, atol=0.01)
+        assert np.abs(np.stack(run.logits) - np.stack(other.logits)).max() > 1e-4
+
+
 @pytest.mark.parametrize("backend", ["gpu", "gpu-graphs"])
 def test_cuda_kernels_serve_a_model(backend):
+    check(emulated_kernels(), backend)
+
+
+def emulated_kernels() -> EmulatedKernels:
     library = emulated(
         "attention_decode.cu", "elementwise.cu", "rotary_cache.cu", "copy_blocks.cu", "sampling.cu"
     )
-    check(EmulatedKernels(library, num_multiprocessors=2, device_index=None), backend)
+    return EmulatedKernels(library, num_multiprocessors=2, device_index=None)
 
 
 @pytest.mark.slow
@@ -79,12 +107,15 @@ def test_triton_kernels_serve_other_families(family, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu runs the kernels on it")
 def test_triton_kernels_serve_a_model():
-    """In a process of its own: the interpreter is chosen when triton is imported."""
+    run_interpreted("check(TritonKernels(), 'gpu')")
+
+
+def run_interpreted(call: str) -> None:
+    """A call of this module's in a process of its own: the interpreter is chosen when triton is imported."""
     pytest.importorskip("triton")
     program = (
         "from streamllm.ops.gpu.triton_kernels.kernels import TritonKernels\n"
-        "from test_gpu_kernels import check\n"
-        "check(TritonKernels(), 'gpu')\n"
+        f"from test_gpu_kernels import *\n{call}\n"
     )
     path = os.pathsep.join([str(TESTS.parent), str(TESTS), str(TESTS / "runner")])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}

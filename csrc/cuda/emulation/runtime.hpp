@@ -317,6 +317,12 @@ inline unsigned __float_as_uint(float value) { return streamllm::emulation::bit_
 inline int __float_as_int(float value) { return streamllm::emulation::bit_cast<int>(value); }
 inline float __uint_as_float(unsigned value) { return streamllm::emulation::bit_cast<float>(value); }
 inline float __int_as_float(int value) { return streamllm::emulation::bit_cast<float>(value); }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= (bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
+}
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline int __popcll(unsigned long long value) { return __builtin_popcountll(value); }
 inline int __ffs(int value) { return __builtin_ffs(value); }

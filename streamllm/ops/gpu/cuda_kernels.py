@@ -1,5 +1,5 @@
-"""The interface of GPU kernels, implemented in CUDA C++. Attention of prompts and experts are Triton's, whose
-matrix products run on tensor cores of every generation, and so are the rarer gates."""
+"""The interface of GPU kernels, implemented in CUDA C++. Attention of prompts, experts and LoRA are Triton's,
+whose matrix products run on tensor cores of every generation, and so are the rarer gates."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from streamllm.ops import Activation, Experts
 from streamllm.ops.gpu.cuda import attention, elementwise, sampling
 from streamllm.ops.gpu.cuda.library import CudaLibrary
 from streamllm.ops.gpu.kernels import (
+    AdapterStack,
     AttentionShape,
     DecodeWork,
     DeviceSampling,
@@ -65,6 +66,11 @@ class CudaKernels:
         from streamllm.ops.gpu.triton_kernels import experts as triton_experts
 
         triton_experts.experts(out, x, router_logits, experts)
+
+    def lora_add(self, out: Tensor, x: Tensor, slots: Tensor, stack: AdapterStack) -> None:
+        from streamllm.ops.gpu.triton_kernels import lora
+
+        lora.lora_add(out, x, slots, stack)
 
     def rotary_and_cache(
         self,

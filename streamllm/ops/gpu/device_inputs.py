@@ -27,6 +27,7 @@ from streamllm.ops.gpu.staged_step import (
     result_layout,
     sampling_layout,
 )
+from streamllm.ops.lora import NO_ADAPTER
 from streamllm.ops.step_inputs import UNKNOWN_TOKEN, SamplingBuffers, StepInputs
 
 BlockCopy = tuple[int, int]
@@ -87,6 +88,7 @@ class DeviceInputs:
 
     Attributes:
         last_tokens: int32 ``[slots]``: the token drawn last for the sequence in a slot.
+        lora_slots: int32 ``[tokens]``: the slot of each row's adapter, or -1.
         sampling: settings and results on the device.
     """
 
@@ -116,6 +118,7 @@ class DeviceInputs:
         self.sampling = DeviceSampling(
             **{field.name: settings[field.name] for field in fields(DeviceSampling)}
         )
+        self.lora_slots = self._forward["lora_slots"]
         self.last_tokens = torch.zeros(sizes.slots, dtype=torch.int32, device=device)
         self._rope_cos = tuple(torch.tensor(table, device=device) for table in rope_cos)
         self._rope_sin = tuple(torch.tensor(table, device=device) for table in rope_sin)
@@ -252,6 +255,8 @@ class DeviceInputs:
         staged["slot_mapping"][:, :tokens] = inputs.slot_mapping[:, :tokens]
         staged["token_ids"][tokens:num_tokens] = staged["rope_rows"][tokens:num_tokens] = 0
         staged["slot_mapping"][:, tokens:num_tokens] = -1
+        staged["lora_slots"][:tokens] = inputs.lora_slots[:tokens]
+        staged["lora_slots"][tokens:num_tokens] = NO_ADAPTER
         staged["query_start"][: sequences + 1] = inputs.query_start[: sequences + 1]
         staged["query_start"][sequences + 1 : num_sequences + 1] = np.arange(
             tokens + 1, tokens + 1 + num_sequences - sequences

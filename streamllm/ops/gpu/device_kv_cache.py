@@ -13,6 +13,7 @@ KV_DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
 }
 
 
@@ -26,15 +27,21 @@ def device_kv_bytes_per_block(
     """
     if dtype not in KV_DTYPES:
         raise ConfigError(f"kv_cache_dtype on a GPU must be one of {', '.join(KV_DTYPES)}, got {dtype!r}.")
-    return layers_per_block * 2 * num_kv_heads * block_size * head_dim * KV_DTYPES[dtype].itemsize
+    return layers_per_block * 2 * num_kv_heads * block_size * _position_bytes(dtype, head_dim)
+
+
+def _position_bytes(dtype: str, head_dim: int) -> int:
+    """Of one head's key: in int8 with its float32 scale."""
+    return head_dim * KV_DTYPES[dtype].itemsize + (torch.float32.itemsize if dtype == "int8" else 0)
 
 
 class DeviceKVCache:
     """Keys and values of ``num_blocks`` blocks, zeroed.
 
     Attributes:
-        planes: ``[layers_per_block, 2 (key, value), num_blocks, num_kv_heads, block_size, head_dim]``. Plane
-            ``p`` serves the ``p``-th layer of every KV group, whose blocks are different ones.
+        planes: ``[layers_per_block, 2 (key, value), num_blocks, num_kv_heads, elements]``: a head's
+            ``block_size * head_dim`` elements, in int8 and the bytes of their scales. Plane ``p`` serves the
+            ``p``-th layer of every KV group, whose blocks are different ones.
     """
 
     def __init__(
@@ -58,15 +65,21 @@ class DeviceKVCache:
         self.dtype_name = kv_cache_dtype
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (layers_per_block, 2, num_blocks, num_kv_heads, block_size, head_dim)
+        dtype = KV_DTYPES[kv_cache_dtype]
+        head_elements = block_size * _position_bytes(kv_cache_dtype, head_dim) // dtype.itemsize
+        shape = (layers_per_block, 2, num_blocks, num_kv_heads, head_elements)
         try:
-            self.planes = torch.zeros(shape, dtype=KV_DTYPES[kv_cache_dtype], device=device)
+            self.planes = torch.zeros(shape, dtype=dtype, device=device)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise ModelLoadError(
                 f"Not enough memory on {device} for a KV cache of {self.num_bytes / 2**30:.2f} GiB; lower "
                 "--gpu-memory-utilization, or ask for fewer blocks."
             ) from error
-        self._layers = [PagedCache(keys, values) for keys, values in self.planes]
+        if kv_cache_dtype == "int8":
+            self._layers = [PagedCache.of_int8(keys, values, head_dim) for keys, values in self.planes]
+        else:
+            planes = self.planes.unflatten(-1, (block_size, head_dim))
+            self._layers = [PagedCache(keys, values) for keys, values in planes]
         self._bytes = self.planes.view(torch.uint8).view(2 * layers_per_block, num_blocks, -1)
 
     def layer(self, place: int) -> PagedCache:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from streamllm.ops.gpu.quantized_matrix import QuantizedMatrix, WeightRows
+from streamllm.ops.gpu.quantized_matrix import QuantizedMatrix
+from streamllm.ops.gpu.weight_rows import WeightRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +52,12 @@ def stack_experts(
     if len({piece.format for piece in pieces}) > 1:
         pieces = [_dense(piece, dtype) for piece in pieces]
     first = pieces[0]
-    tensors = [
-        torch.cat(parts, dim=0 if first.format == "dense" else 1)
-        for parts in zip(*(_tensors(piece) for piece in pieces), strict=True)
-    ]
-    rows = WeightRows(first.format, sum(piece.n for piece in pieces), first.k, *tensors)
+    axis = 0 if first.format == "dense" else 1
+    stacked: dict[str, Any] = {
+        name: torch.cat([piece.tensors[name] for piece in pieces], dim=axis) for name in first.tensors
+    }
+    rows = replace(first, n=sum(piece.n for piece in pieces), **stacked)
     return ExpertWeights(rows, matrices[0].shape[0], None if bias is None else bias.flatten())
-
-
-def _tensors(piece: WeightRows) -> list[Tensor]:
-    return [tensor for tensor in (piece.values, piece.scales, piece.minimums) if tensor is not None]
 
 
 def _dense(piece: WeightRows, dtype: torch.dtype) -> WeightRows:

@@ -7,7 +7,7 @@ it launches, and a test can replay the closures instead.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,10 +19,14 @@ from torch import Tensor
 from streamllm.errors import ModelLoadError
 from streamllm.ops import Activation, Attention, Experts, Gate, LayerNorm, RMSNorm
 from streamllm.ops.gpu import torch_operations
+from streamllm.ops.gpu.adapters import AdaptedMatrix, DeviceAdapters
 from streamllm.ops.gpu.device_inputs import DeviceBatch
 from streamllm.ops.gpu.expert_weights import ExpertWeights, stack_experts
 from streamllm.ops.gpu.kernels import AttentionShape, GpuKernels
-from streamllm.ops.gpu.quantized_matrix import PACKED_FORMATS, QuantizedMatrix
+from streamllm.ops.gpu.quantized_matrix import QuantizedMatrix
+from streamllm.ops.gpu.weight_layout import PACKED_FORMATS
+from streamllm.ops.lora import LoraAdapter, LoraLimits
+from streamllm.ops.step_inputs import StepInputs
 from streamllm.ops.stored_rows import StoredRows
 
 DTYPES: dict[str, torch.dtype] = {
@@ -104,19 +108,32 @@ class GpuOps:
         kernels: what neither is a product with one matrix nor is put together from torch's operations.
         device: where weights and activations lie.
         dtype: of the activations; float32 is the exact mode.
+        lora: room for adapters.
 
     Attributes:
+        adapter_slots: int32 ``[max_tokens]`` on the device: each row's adapter; set before the first product.
+        has_adapters: whether products have what adapters add: false for steps in which no row has one.
         launch: runs each operation.
         split: takes each layer's attention instead of its being computed (the pieces of a graph).
     """
 
     packed_formats: frozenset[str] = frozenset(DTYPES) | PACKED_FORMATS
 
-    def __init__(self, kernels: GpuKernels, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self,
+        kernels: GpuKernels,
+        device: torch.device,
+        dtype: torch.dtype,
+        lora: LoraLimits | None = None,
+    ):
         self.kernels = kernels
         self.device = device
         self.dtype = dtype
         self.weight_bytes = 0
+        self.lora = lora
+        self.adapter_slots: Tensor | None = None
+        self.has_adapters = False
+        self._adapters = None if lora is None else DeviceAdapters(lora, device, dtype)
         self.launch: Launch = _run
         self.split: Callable[[AttentionCall], None] | None = None
         self._product_dtype = dtype
@@ -180,6 +197,27 @@ class GpuOps:
         self.weight_bytes += vector.nbytes
         return vector
 
+    def adapted(self, weight: WeightMatrix, name: str, parts: Sequence[int]) -> AdaptedMatrix:
+        assert self._adapters is not None
+        with self._in_memory():
+            matrix = self._adapters.add_matrix(name, weight, parts)
+        self.weight_bytes += matrix.stack.nbytes
+        return matrix
+
+    def prepare_adapter(self, adapter: LoraAdapter) -> None:
+        assert self._adapters is not None
+        self._adapters.prepare(adapter)
+
+    def load_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
+        assert self._adapters is not None
+        self._adapters.load(slot, adapter)
+
+    def assign_adapters(self, batch: StepInputs) -> None:
+        """Sends what was loaded and takes whether the step needs it, before its forward."""
+        if self._adapters is not None:
+            self._adapters.send_loads()
+            self.has_adapters = batch.has_adapters
+
     @contextmanager
     def _in_memory(self) -> Iterator[None]:
         """Says in a line that a weight does not fit."""
@@ -233,6 +271,13 @@ class GpuOps:
     def linear(self, x: Tensor, weight: WeightMatrix) -> Tensor:
         out = self._new(x.shape[0], weight.shape[0], self._product_dtype)
         self.launch(lambda: weight.multiply(out, x))
+        return self.lora_add(out, x, weight) if isinstance(weight, AdaptedMatrix) else out
+
+    def lora_add(self, out: Tensor, x: Tensor, weight: AdaptedMatrix) -> Tensor:
+        if self.has_adapters:
+            assert self.adapter_slots is not None
+            slots = self.adapter_slots[: len(x)]
+            self.launch(lambda: self.kernels.lora_add(out, x, slots, weight.stack))
         return out
 
     def rotary_and_cache(self, qkv: Tensor, batch: DeviceBatch, attention: Attention) -> Tensor:

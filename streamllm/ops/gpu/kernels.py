@@ -28,15 +28,69 @@ class PagedCache:
     """K and V of one layer.
 
     Attributes:
-        keys, values: ``[num_blocks, KH, block_size, D]``, contiguous: float32, float16, bfloat16, or
-            float8_e4m3fn.
+        keys, values: ``[num_blocks, KH, block_size, D]``: float32, float16, bfloat16 or float8_e4m3fn,
+            contiguous; or int8, with room behind each block's head for its scales (:meth:`of_int8`).
         key_scale, value_scale: what a stored float8 value is multiplied by; 1 for the other dtypes.
+        key_scales, value_scales: what stored int8 values are multiplied by: float32
+            ``[num_blocks, KH, block_size]``; ``None`` for the other dtypes.
     """
 
     keys: Tensor
     values: Tensor
     key_scale: float = 1.0
     value_scale: float = 1.0
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    @classmethod
+    def of_int8(cls, key_plane: Tensor, value_plane: Tensor, head_dim: int) -> PagedCache:
+        """Views of planes int8 ``[num_blocks, KH, block_size * (D + 4)]``: a head's elements, then its
+        scales."""
+        keys, key_scales = _elements_and_scales(key_plane, head_dim)
+        values, value_scales = _elements_and_scales(value_plane, head_dim)
+        return cls(keys, values, key_scales=key_scales, value_scales=value_scales)
+
+    @property
+    def head_stride(self) -> int:
+        """Elements from a block's head to the next one."""
+        _, _, block_size, head_dim = self.keys.shape
+        return int(block_size * (head_dim + (0 if self.key_scales is None else 4)))
+
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether elements and scales lie where kernels look for them."""
+        heads, block_size, head_dim = self.keys.shape[1:]
+        if self.key_scales is None or self.value_scales is None:
+            is_plain = self.key_scales is None and self.value_scales is None and not _is_int8(self.keys)
+            return bool(is_plain and self.keys.is_contiguous() and self.values.is_contiguous())
+        head = self.head_stride
+        return all(
+            _is_int8(elements)
+            and _has_strides(elements, (heads * head, head, head_dim, 1))
+            and scales.shape == elements.shape[:3]
+            and _has_strides(scales, (heads * head // 4, head // 4, 1))
+            and scales.data_ptr() == elements.data_ptr() + block_size * head_dim
+            for elements, scales in ((self.keys, self.key_scales), (self.values, self.value_scales))
+        )
+
+
+def _elements_and_scales(plane: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    import torch
+
+    block_size = plane.shape[2] // (head_dim + 4)
+    elements, scales = plane.split([block_size * head_dim, block_size * 4], dim=2)
+    return elements.unflatten(2, (block_size, head_dim)), scales.view(torch.float32)
+
+
+def _has_strides(tensor: Tensor, strides: tuple[int, ...]) -> bool:
+    return all(
+        size == 1 or found == wanted
+        for size, found, wanted in zip(tensor.shape, tensor.stride(), strides, strict=True)
+    )
+
+
+def _is_int8(tensor: Tensor) -> bool:
+    return bool(tensor.element_size() == 1 and not tensor.is_floating_point())
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +144,31 @@ class AttentionShape:
     soft_cap: float = 0.0
     sinks: Tensor | None = None
     """float32 ``[H]``: a score that joins each head's softmax and has no value (gpt-oss), or ``None``."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStack:
+    """What the slots of LoRA adapters add to the products of one matrix ``W [n, k]``.
+
+    Attributes:
+        a: ``[slots, parts * rank, k]``, part by part; ``b``: ``[slots, n, rank]``; in the activations' dtype,
+            zeros beyond an adapter's own rank, which is the same for all parts.
+        ranks: int32 ``[slots]``: the columns of ``b`` that count; 0: the slot adds nothing.
+        first_rows: of the matrix's parts.
+    """
+
+    a: Tensor
+    b: Tensor
+    ranks: Tensor
+    first_rows: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.a.nbytes + self.b.nbytes + self.ranks.nbytes)
+
+    @property
+    def part_ends(self) -> tuple[int, ...]:
+        return *self.first_rows[1:], int(self.b.shape[1])
 
 
 PADDING_TARGET = -2
@@ -161,6 +240,15 @@ class GpuKernels(Protocol):
             out, x: ``[T, hidden]``, rows contiguous.
             router_logits: ``[T, num_experts]``, rows contiguous.
             experts: its matrices are :class:`streamllm.ops.gpu.expert_weights.ExpertWeights`.
+        """
+
+    def lora_add(self, out: Tensor, x: Tensor, slots: Tensor, stack: AdapterStack) -> None:
+        """``out += b @ (a @ x)`` in the rows whose slot is not negative, by that slot's matrices; no row's
+        bits depend on the others.
+
+        Args:
+            out: ``[T, n]``; ``x``: ``[T, k]``; rows contiguous.
+            slots: int32 ``[T]``.
         """
 
     def rotary_and_cache(

@@ -15,6 +15,7 @@ from streamllm.ops import Activation, Experts
 from streamllm.ops.gpu.expert_weights import ExpertWeights
 from streamllm.ops.gpu.kernels import (
     SPLIT_SIZE,
+    AdapterStack,
     AttentionShape,
     DecodeWork,
     DeviceSampling,
@@ -53,6 +54,16 @@ class ReferenceKernels:
             total[rows] += weights[rows, expert, None] * _expert_product(active, experts.down, expert).float()
         out.copy_(total)
 
+    def lora_add(self, out: Tensor, x: Tensor, slots: Tensor, stack: AdapterStack) -> None:
+        padded = stack.b.shape[2]
+        for slot in slots[slots >= 0].unique().tolist():
+            rows = (slots == slot).nonzero()[:, 0]
+            rank, total = int(stack.ranks[slot]), out[rows].float()
+            for part, (first, end) in enumerate(zip(stack.first_rows, stack.part_ends, strict=True)):
+                a, b = stack.a[slot, part * padded :][:rank], stack.b[slot, first:end, :rank]
+                total[:, first:end] += x[rows].float() @ a.float().t() @ b.float().t()
+            out[rows] = total.to(out.dtype)
+
     def rotary_and_cache(
         self,
         qkv: Tensor,
@@ -79,8 +90,14 @@ class ReferenceKernels:
         block_size = cache.keys.shape[2]
         block = slot_mapping[written] // block_size
         offset = slot_mapping[written] % block_size
-        cache.keys[block, :, offset] = _stored(k[written] / cache.key_scale, cache.keys.dtype)
-        cache.values[block, :, offset] = _stored(v[written] / cache.value_scale, cache.values.dtype)
+        for x, elements, scale, scales in (
+            (k[written], cache.keys, cache.key_scale, cache.key_scales),
+            (v[written], cache.values, cache.value_scale, cache.value_scales),
+        ):
+            if scales is None:
+                elements[block, :, offset] = _stored(x / scale, elements.dtype)
+            else:
+                elements[block, :, offset], scales[block, :, offset] = _quantized(x)
 
     def paged_decode(
         self,
@@ -180,6 +197,19 @@ def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Heads as int8 and the scale of each, max|x| / 127; magnitudes saturate as float16's do, and NaN makes
+    the scale NaN."""
+    limit = torch.finfo(torch.float16).max
+    x = x.clamp(-limit, limit)
+    largest = x.abs().amax(-1)
+    is_zero = largest < 1e-30
+    factor = 127.0 / largest.masked_fill(is_zero, 1.0)
+    is_kept = ~(is_zero | largest.isnan())[..., None]
+    integers = (x * factor[..., None]).masked_fill(~is_kept, 0.0).round().to(torch.int8)
+    return integers, (largest / 127.0).masked_fill(is_zero, 0.0)
+
+
 def _read(
     cache: PagedCache, context: PagedContext, sequence: int, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -188,8 +218,14 @@ def _read(
     table = context.block_tables[int(context.table_rows[sequence])].long()
     # Blocks that left the window stand as -1; what is read in their place is masked.
     blocks, offsets = table[positions // block_size].clamp(min=0), positions % block_size
-    keys = cache.keys[blocks, :, offsets].float() * cache.key_scale
-    return keys, cache.values[blocks, :, offsets].float() * cache.value_scale
+    parts = []
+    for elements, scale, scales in (
+        (cache.keys, cache.key_scale, cache.key_scales),
+        (cache.values, cache.value_scale, cache.value_scales),
+    ):
+        factor = scale if scales is None else scales[blocks, :, offsets, None]
+        parts.append(elements[blocks, :, offsets].float() * factor)
+    return parts[0], parts[1]
 
 
 def _attend(

@@ -80,6 +80,7 @@ def forward_layout(sizes: StepSizes) -> Layout:
         {
             "token_ids": (int32, (sizes.tokens,)),
             "rope_rows": (int32, (sizes.tokens,)),
+            "lora_slots": (int32, (sizes.tokens,)),
             "slot_mapping": (int64, (sizes.groups, sizes.tokens)),
             "query_start": (int32, (sizes.sequences + 1,)),
             "context_lens": (int32, sequences),

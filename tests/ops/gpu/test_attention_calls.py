@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from helpers.cuda_emulation import emulated  # noqa: E402
 from helpers.decode_case import DecodeCase  # noqa: E402
-from helpers.number_formats import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, NumberFormat  # noqa: E402
+from helpers.number_formats import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, INT8, NumberFormat  # noqa: E402
 
 from streamllm.ops.gpu.cuda.attention import paged_decode  # noqa: E402
 from streamllm.ops.gpu.kernels import (  # noqa: E402
@@ -26,6 +26,7 @@ DTYPES = {
     FLOAT16: torch.float16,
     BFLOAT16: torch.bfloat16,
     FLOAT8: torch.float8_e4m3fn,
+    INT8: torch.int8,
 }
 
 
@@ -41,12 +42,11 @@ class Call:
         self.case = case
         self.q = tensor(case.q, case.dtype)
         self.out = torch.full(self.q.shape, float("nan"), dtype=self.q.dtype)
-        self.cache = PagedCache(
-            tensor(case.keys, case.cache_dtype),
-            tensor(case.values, case.cache_dtype),
-            case.key_scale,
-            case.value_scale,
-        )
+        planes = tensor(case.keys, case.cache_dtype), tensor(case.values, case.cache_dtype)
+        if case.cache_dtype is INT8:
+            self.cache = PagedCache.of_int8(*planes, case.head_dim)
+        else:
+            self.cache = PagedCache(*planes, case.key_scale, case.value_scale)
         self.context = PagedContext(
             tensor(case.query_start),
             tensor(case.context_lens),
@@ -86,15 +86,15 @@ class Call:
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16, BFLOAT16], ids=lambda dtype: dtype.name)
-@pytest.mark.parametrize("float8_cache", [False, True])
-def test_is_what_the_kernel_computes(dtype: NumberFormat, float8_cache: bool) -> None:
+@pytest.mark.parametrize("narrow", [None, FLOAT8, INT8])
+def test_is_what_the_kernel_computes(dtype: NumberFormat, narrow: NumberFormat | None) -> None:
     case = DecodeCase(
         [3, 300, 40],
         group=4,
         dtype=dtype,
-        cache_dtype=FLOAT8 if float8_cache else dtype,
-        key_scale=0.5 if float8_cache else 1.0,
-        value_scale=2.0 if float8_cache else 1.0,
+        cache_dtype=narrow or dtype,
+        key_scale=0.5 if narrow is FLOAT8 else 1.0,
+        value_scale=2.0 if narrow is FLOAT8 else 1.0,
         window=280,
         soft_cap=3.0,
         sinks=True,
@@ -139,6 +139,22 @@ def test_refuses_other_tensors(part: str, name: str, change) -> None:
     with pytest.raises(ValueError, match="paged_decode"):
         call.run()
     assert np.isnan(call.out.double().numpy()).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("key_scales", lambda scales: None),
+        ("key_scales", lambda scales: scales.clone()),
+        ("value_scales", lambda scales: scales[:, :1]),
+        ("values", lambda values: values.contiguous()),
+    ],
+)
+def test_refuses_int8_whose_scales_lie_elsewhere(name: str, change) -> None:
+    call = Call(DecodeCase([3, 300], cache_dtype=INT8))
+    call.cache = replace(call.cache, **{name: change(getattr(call.cache, name))})
+    with pytest.raises(ValueError, match="scales of int8, must lie as"):
+        call.run()
 
 
 def test_refuses_a_head_size_without_a_kernel() -> None:

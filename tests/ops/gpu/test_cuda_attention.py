@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 from helpers.cuda_emulation import EmulatedLibrary, emulated
 from helpers.decode_case import DecodeCase
-from helpers.number_formats import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, NumberFormat, assert_rounds_to
+from helpers.number_formats import (
+    BFLOAT16,
+    FLOAT8,
+    FLOAT16,
+    FLOAT32,
+    INT8,
+    NumberFormat,
+    assert_rounds_to,
+)
 from helpers.pairwise import pairwise_cover
 
 from streamllm.ops.gpu.kernels import SPLIT_SIZE
@@ -27,7 +35,7 @@ LENGTHS = (
     0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 127, 128, 129,
     255, 256, 257, 511, 512, 513, 767, 768, 769, 1025,
 )  # fmt: skip
-DTYPES = [(dtype, cache) for dtype in (FLOAT32, FLOAT16, BFLOAT16) for cache in (dtype, FLOAT8)]
+DTYPES = [(dtype, cache) for dtype in (FLOAT32, FLOAT16, BFLOAT16) for cache in (dtype, FLOAT8, INT8)]
 
 PARAMETERS = {
     "head_dim": HEAD_DIMS,
@@ -94,7 +102,7 @@ def test_random_parameters(library: EmulatedLibrary, seed: int) -> None:
 def test_more_random_parameters(library: EmulatedLibrary, seed: int) -> None:
     choice = random.Random(2000 + seed)
     values = {name: choice.choice(values) for name, values in PARAMETERS.items()}
-    multiple = 16 if values["dtypes"][1] is FLOAT8 else 8
+    multiple = 16 if values["dtypes"][1] in (FLOAT8, INT8) else 8
     values |= {"head_dim": choice.randrange(multiple, 257, multiple), "group": choice.randrange(1, 25)}
     values |= {"block_size": choice.randrange(16, 257, 16), "length": choice.randrange(2500)}
     values |= {"window": choice.choice((0, choice.choice(LENGTHS), choice.randrange(1, 600)))}
@@ -255,6 +263,7 @@ def test_bits_of_a_sequence_alone_and_in_a_batch(
         ({"head_dim": 12}, "head size"),
         ({"head_dim": 264}, "head size"),
         ({"head_dim": 40, "cache_dtype": FLOAT8}, "head size"),
+        ({"head_dim": 40, "cache_dtype": INT8}, "head size"),
         ({"block_size": 24}, "size"),
         ({"cache_dtype": FLOAT16}, "dtype"),
         ({"dtype": FLOAT8, "cache_dtype": FLOAT8}, "dtype"),

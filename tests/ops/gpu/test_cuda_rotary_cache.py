@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 from helpers.cuda_emulation import EmulatedLibrary, address, emulated
 from helpers.guarded_arrays import GuardedArray
-from helpers.number_formats import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, NumberFormat, assert_rounds_to
+from helpers.int8_cache import elements_and_scales, hard_heads, quantize_heads, unwritten_plane
+from helpers.number_formats import (
+    BFLOAT16,
+    FLOAT8,
+    FLOAT16,
+    FLOAT32,
+    INT8,
+    NumberFormat,
+    assert_rounds_to,
+)
 
 from streamllm.ops.gpu.cuda.elementwise import RotaryAndCacheArgs
 
@@ -57,7 +66,8 @@ class Case:
         self.slots = self.slots.astype(np.int64)
         shape = (NUM_BLOCKS, self.num_kv_heads, self.block_size, self.head_dim)
         # What a cache holds before its first write may be anything.
-        self.old_cache = self.cache_dtype.nan(shape)
+        is_int8 = self.cache_dtype is INT8
+        self.old_cache = unwritten_plane(*shape) if is_int8 else self.cache_dtype.nan(shape)
 
     def run(self, library: EmulatedLibrary) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The rows, the keys and the values after the call, which has written nothing beside them."""
@@ -233,6 +243,46 @@ def test_the_same_bits_in_every_batch_and_order(library, head_dim, dtype):
         np.testing.assert_array_equal(values[block, :, offset], batch[2][block, :, offset])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [2, 8, 40, 64, 128, 256])
+def test_an_int8_cache_has_the_elements_and_scales_that_it_has_on_a_cpu(library, head_dim, dtype):
+    slots = np.random.default_rng(0).permutation(NUM_BLOCKS * 16)[:24]
+    slots[11] = -1
+    case = Case(
+        head_dim, 0, dtype, INT8, num_heads=2, num_kv_heads=2, tokens=24,
+        qkv=dtype.encode(hard_heads(6, head_dim).reshape(24, -1)), slots=slots,
+    )  # fmt: skip
+    rows, *planes = case.run(library)
+    np.testing.assert_array_equal(rows, case.qkv)
+    heads = dtype.decode(case.qkv).reshape(24, 6, head_dim)
+    written = np.flatnonzero(case.slots >= 0)
+    block, offset = np.divmod(case.slots[written], 16)
+    for plane, first in zip(planes, (2, 4), strict=True):
+        expected = elements_and_scales(case.old_cache.copy(), head_dim)
+        quantized = quantize_heads(heads[written, first : first + 2].astype(np.float32))
+        for found, whole, new in zip(elements_and_scales(plane, head_dim), expected, quantized, strict=True):
+            whole[block, :, offset] = new
+            np.testing.assert_array_equal(found, whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(32, 32), (72, 32), (128, 128), (256, 64)])
+def test_an_int8_cache_of_normed_and_rotated_keys(library, head_dim, rotary_dim, dtype):
+    case = Case(head_dim, rotary_dim, dtype, INT8, has_norms=True, slots=np.array([3, -1, 20, 0, 40]))
+    _, *planes = case.run(library)
+    _, *expected = case.expected()
+    written = np.flatnonzero(case.slots >= 0)
+    block, offset = np.divmod(case.slots[written], case.block_size)
+    for plane, heads in zip(planes, expected, strict=True):
+        elements, scales = elements_and_scales(plane, head_dim)
+        found, scale = elements[block, :, offset], scales[block, :, offset]
+        np.testing.assert_allclose(scale, np.abs(heads[written]).max(-1) / 127, rtol=1e-5)
+        error = np.abs(found * scale[..., None].astype(np.float64) - heads[written])
+        assert (error <= 0.501 * scale[..., None]).all()
+        elements[block, :, offset], scales[block, :, offset] = 99, np.nan
+        assert (elements == 99).all() and np.isnan(scales).all()
+
+
 def test_no_tokens_are_no_work(library):
     library.call("rotary_and_cache", RotaryAndCacheArgs(tokens=0))
 
@@ -246,7 +296,8 @@ def test_no_tokens_are_no_work(library):
         ({"rotary_dim": 66}, "size or stride"),
         ({"block_size": 0}, "size or stride"),
         ({"dtype": FLOAT8.code}, "dtype"),
-        ({"cache_dtype": 4}, "dtype"),
+        ({"cache_dtype": 5}, "dtype"),
+        ({"cache_dtype": INT8.code, "block_size": 8}, "size or stride"),
     ],
 )
 def test_what_there_is_no_kernel_for_is_refused(library, changes, message):

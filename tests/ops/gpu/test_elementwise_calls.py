@@ -61,7 +61,7 @@ def test_act_and_mul(library, activation, dtype):
     close(out, expected)
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("cache_dtype", [*DTYPES, torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize(("has_norms", "rotary_dim"), [(False, 32), (True, 32), (True, 0)])
 def test_rotary_and_cache(library, has_norms, rotary_dim, cache_dtype):
     qkv = torch.randn(6, 8 * 64, dtype=torch.float16)
@@ -83,13 +83,26 @@ def test_rotary_and_cache(library, has_norms, rotary_dim, cache_dtype):
     ):
         rows = qkv.clone()
         scales = (0.25, 0.5) if cache_dtype == torch.float8_e4m3fn else (1.0, 1.0)
-        planes = torch.zeros(2, 4, 2, 16, 64).to(cache_dtype)
-        call(rows, PagedCache(planes[0], planes[1], *scales), *inputs)
-        results.append((rows, planes.float()))
+        if cache_dtype == torch.int8:
+            cache = PagedCache.of_int8(*torch.zeros(2, 4, 2, 16 * 68, dtype=torch.int8), 64)
+        else:
+            planes = torch.zeros(2, 4, 2, 16, 64).to(cache_dtype)
+            cache = PagedCache(planes[0], planes[1], *scales)
+        call(rows, cache, *inputs)
+        results.append((rows, _stored(cache)))
     close(results[0][0], results[1][0])
     # Both round to the cache's dtype, at times to different sides of the middle.
     spacing = {torch.float8_e4m3fn: 0.125, torch.bfloat16: 8e-3}.get(cache_dtype, 1e-3)
-    torch.testing.assert_close(results[0][1], results[1][1], rtol=spacing, atol=1e-3)
+    absolute = 0.05 if cache_dtype == torch.int8 else 1e-3
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=spacing, atol=absolute)
+
+
+def _stored(cache: PagedCache) -> torch.Tensor:
+    """Keys and values, those of int8 times their scales."""
+    both = torch.stack([cache.keys, cache.values]).float()
+    if cache.key_scales is None:
+        return both
+    return both * torch.stack([cache.key_scales, cache.value_scales])[..., None]
 
 
 def test_copy_blocks(library):

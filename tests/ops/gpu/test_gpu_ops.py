@@ -101,8 +101,8 @@ def test_quantised_rows_stay_quantised():
 def test_parts_that_do_not_add_up_are_refused():
     with pytest.raises(ValueError, match=r"the parts of a weight \[9, 4\] have 8 rows"):
         ops_of().matrix(9, 4, [random(8, 4)])
-    with pytest.raises(ValueError, match="format q6_k must be dequantised"):
-        ops_of().matrix(1, 4, [StoredRows("q6_k", np.zeros((1, 4), np.uint8))])
+    with pytest.raises(ValueError, match="format iq2_xs must be dequantised"):
+        ops_of().matrix(1, 4, [StoredRows("iq2_xs", np.zeros((1, 4), np.uint8))])
 
 
 def test_weights_that_do_not_fit_are_refused_in_a_line(monkeypatch):

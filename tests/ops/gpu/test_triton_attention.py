@@ -149,6 +149,23 @@ def test_a_float8_cache(dtype, architecture, monkeypatch):
     check_decode(PagedCase(SPLIT_EDGES, **layer, window=270))
 
 
+@DTYPES
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {},
+        {"window": 270, "sinks": True, "group": 3},
+        {"window": 16, "soft_cap": 2.0, "kv_heads": 1, "group": 8},
+        {"head_dim": 80, "block_size": 32, "group": 1},
+    ],
+    ids=str,
+)
+def test_an_int8_cache(dtype, variant):
+    layer = {"cache_dtype": torch.int8, "dtype": dtype} | variant
+    check_prefill(PagedCase(CHUNKS, **layer))
+    check_decode(PagedCase(SPLIT_EDGES, **layer))
+
+
 def test_a_float16_cache_under_float32_activations():
     case = PagedCase([(65, 22), (300, 1)], cache_dtype=F16)
     check_prefill(case)
@@ -181,8 +198,9 @@ def test_a_sink_that_is_absent_and_one_that_takes_everything():
         (F32, SMALL, {"group": 3}),
         (F16, TileConfig(32, 16, 4, 2), {"group": 4, "window": 37, "sinks": True}),
         (F32, TileConfig(16, 16, 4, 2), {"group": 1, "soft_cap": 5.0}),
+        (F16, SMALL, {"group": 2, "cache_dtype": torch.int8}),
     ],
-    ids=["float32", "float16 window", "float32 soft cap"],
+    ids=["float32", "float16 window", "float32 soft cap", "float16 int8 cache"],
 )
 def test_the_bits_of_a_row_depend_neither_on_the_batch_nor_on_the_chunks(
     dtype, config, layer, ordered_products

@@ -11,9 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from helpers.int8_cache import hard_heads, quantize_heads, unwritten_plane  # noqa: E402
 from helpers.triton_device import DEVICE  # noqa: E402
 
 from streamllm.ops.gpu.kernels import AttentionShape, PagedCache  # noqa: E402
+from streamllm.ops.gpu.reference import ReferenceKernels  # noqa: E402
 from streamllm.ops.gpu.triton_kernels import rotary_cache  # noqa: E402
 from streamllm.ops.gpu.triton_kernels.kernels import TritonKernels  # noqa: E402
 
@@ -248,6 +250,34 @@ def test_every_float8_is_rounded_as_torch_rounds_it():
     )  # fmt: skip
     found = planes[1].cpu().view(-1, 32)[: len(rows)]
     assert torch.equal(found.view(torch.uint8), rows.view(-1, 32).to(FLOAT8).view(torch.uint8))
+
+
+@pytest.mark.parametrize("kernels", [KERNELS, ReferenceKernels()], ids=["triton", "reference"])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 0), (40, 0), (64, 64), (80, 32), (256, 0)])
+def test_an_int8_cache_has_the_elements_and_scales_that_it_has_on_a_cpu(head_dim, rotary_dim, kernels):
+    """Rotated by nothing, so that keys are as exact as values."""
+    heads = torch.from_numpy(hard_heads(6, head_dim)).float()
+    planes = torch.from_numpy(np.stack([unwritten_plane(4, 2, 16, head_dim)] * 2)).to(DEVICE)
+    cache = PagedCache.of_int8(*planes, head_dim)
+    slots = torch.from_numpy(np.random.default_rng(0).permutation(64)[:24])
+    slots[11] = -1
+    cos = torch.ones(1, rotary_dim // 2, device=DEVICE)
+    rows = heads.reshape(24, -1).to(DEVICE)
+    kernels.rotary_and_cache(
+        rows, cache, slots.to(DEVICE), torch.zeros(24, dtype=torch.int32, device=DEVICE), cos, 0 * cos,
+        AttentionShape(2, 2, head_dim, scale=1.0), rotary_dim,
+    )  # fmt: skip
+    written = slots >= 0
+    block, offset = slots[written] // 16, slots[written] % 16
+    for first, elements, scales in ((2, cache.keys, cache.key_scales), (4, cache.values, cache.value_scales)):
+        rotated = first == 2 and rotary_dim > 0  # NaN and infinity times 0 are NaN in their partners too
+        integers, expected = quantize_heads(heads[written, first : first + 2].numpy())
+        found = elements[block, :, offset].cpu().numpy(), scales[block, :, offset].cpu().numpy()
+        ordinary = np.isfinite(heads[written, first : first + 2].numpy()).all(-1) | (not rotated)
+        np.testing.assert_array_equal(found[0][ordinary], integers[ordinary])
+        np.testing.assert_array_equal(found[1][ordinary], expected[ordinary])
+        elements[block, :, offset], scales[block, :, offset] = 99, math.nan
+        assert (elements == 99).all() and scales.isnan().all()
 
 
 @pytest.mark.parametrize("size", [8, 100, 4096, 9001])

@@ -195,7 +195,7 @@ def test_weighted_sums_of_experts(dtype, rows, options):
 
 @pytest.mark.parametrize("row_format", [name for name in FORMATS if name != "dense"])
 def test_quantised_experts(row_format):
-    layer = Layer(3, 2, row_format=row_format, bias=row_format == "int8")
+    layer = Layer(3, 2, row_format=row_format, bias=row_format == "int8_row")
     layer.check(random(1, 5, 64), random(2, 5, 3))
 
 

@@ -145,7 +145,7 @@ def test_every_code_at_its_extreme(row_format, dtype, byte):
     check(multiply(x, weight, out_dtype=torch.float32), x, dequantized(stored).astype(np.float64))
 
 
-@pytest.mark.parametrize("row_format", ["int8", "float8_e4m3"])
+@pytest.mark.parametrize("row_format", ["int8_row", "float8_row"])
 @pytest.mark.parametrize("magnitude", [1e-20, 1e20])
 def test_row_scales_reach_beyond_the_activations_dtype(row_format, magnitude):
     weight, reference = random_rows(row_format, 64, 96, torch.float16, DEVICE)

@@ -31,7 +31,7 @@ def test_the_matrix_instructions_do_not_depend_on_the_number_of_rows(architectur
         dtype, row_format, _, kernel = name.split()
         if kernel in ("product_kernel", "expert_product_kernel"):
             of_weight[dtype, row_format, kernel].append(taken["instructions"])
-    assert len(of_weight) == 11 + 3
+    assert len(of_weight) == 23 + 5
     for weight, instructions in of_weight.items():
         expected = [] if weight[0] == "float32" else [INSTRUCTIONS[architecture]]
         assert all(found == expected for found in instructions), (weight, instructions)

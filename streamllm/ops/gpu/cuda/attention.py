@@ -6,7 +6,7 @@ import ctypes
 import functools
 from typing import TYPE_CHECKING
 
-from streamllm.ops.gpu.cuda.library import BFLOAT16, FLOAT8_E4M3, FLOAT16, FLOAT32, CudaLibrary
+from streamllm.ops.gpu.cuda.library import BFLOAT16, FLOAT8_E4M3, FLOAT16, FLOAT32, INT8, CudaLibrary
 from streamllm.ops.gpu.kernels import SPLIT_SIZE, AttentionShape, DecodeWork, PagedCache, PagedContext
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ _DTYPES = {
     "torch.float16": FLOAT16,
     "torch.bfloat16": BFLOAT16,
     "torch.float8_e4m3fn": FLOAT8_E4M3,
+    "torch.int8": INT8,
 }
 
 
@@ -69,8 +70,8 @@ def paged_decode(
 
     Raises:
         ValueError: a tensor does not have the shape, dtype or layout that the interface names, or there is no
-            kernel for it (head sizes are multiples of 8, with float8 of 16, up to 256; block sizes multiples
-            of 16).
+            kernel for it (head sizes are multiples of 8, with float8 and int8 of 16, up to 256; block sizes
+            multiples of 16).
     """
     num_sequences = context.context_lens.shape[0]
     if num_sequences == 0:
@@ -150,9 +151,13 @@ def _check(
                 f"paged_decode: {name} must be {dtype} {list(wanted)}, not {tensor.dtype} "
                 f"{list(tensor.shape)}"
             )
+        if name in ("keys", "values"):
+            continue
         rows_may_be_apart = name in ("out", "q", "block_tables")
         if not (tensor.stride(1) == 1 if rows_may_be_apart else tensor.is_contiguous()):
             raise ValueError(f"paged_decode: {name} must be contiguous")
+    if not cache.is_laid_out:
+        raise ValueError("paged_decode: keys and values, and scales of int8, must lie as PagedCache has them")
 
 
 @functools.cache

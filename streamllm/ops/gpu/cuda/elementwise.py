@@ -12,7 +12,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from streamllm.ops import Activation
-from streamllm.ops.gpu.cuda.library import BFLOAT16, FLOAT8_E4M3, FLOAT16, FLOAT32, CudaLibrary
+from streamllm.ops.gpu.cuda.library import BFLOAT16, FLOAT8_E4M3, FLOAT16, FLOAT32, INT8, CudaLibrary
 from streamllm.ops.gpu.kernels import AttentionShape, PagedCache
 
 if TYPE_CHECKING:
@@ -207,8 +207,7 @@ def rotary_and_cache(
         and stride[1] == 1
         and keys.shape == values.shape == (len(keys), kv_heads, keys.shape[2], head_dim)
         and keys.dtype == values.dtype
-        and keys.is_contiguous()
-        and values.is_contiguous()
+        and cache.is_laid_out
         and slot_mapping.shape == rope_rows.shape == (tokens,)
         and slot_mapping.element_size() == 8
         and rope_rows.element_size() == 4
@@ -307,6 +306,7 @@ def _dtype_code(dtype: torch.dtype) -> int:
         torch.float16: FLOAT16,
         torch.bfloat16: BFLOAT16,
         torch.float8_e4m3fn: FLOAT8_E4M3,
+        torch.int8: INT8,
     }
     if dtype not in codes:
         raise ValueError(f"there are no CUDA kernels for {dtype}; there are for {', '.join(map(str, codes))}")

@@ -18,7 +18,7 @@ NAME = "libstreamllm_cuda.so"
 NOT_BUILT = "cuda_not_built.txt"
 """What the build leaves instead of the library: a line that says why."""
 
-FLOAT32, FLOAT16, BFLOAT16, FLOAT8_E4M3 = range(4)
+FLOAT32, FLOAT16, BFLOAT16, FLOAT8_E4M3, INT8 = range(5)
 """The kernels' codes for dtypes."""
 
 

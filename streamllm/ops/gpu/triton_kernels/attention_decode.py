@@ -40,6 +40,8 @@ def decode_kernel(
     q,
     keys,
     values,
+    key_scales,
+    value_scales,
     items,
     num_items,
     query_start,
@@ -52,6 +54,7 @@ def decode_kernel(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -84,9 +87,10 @@ def decode_kernel(
         largest, weights, sums = attend(
             q_tile, tl.zeros([BLOCK_M], tl.int32) + position,
             tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32),
-            tl.zeros([BLOCK_M, BLOCK_D], tl.float32), keys, values, block_table,
-            lowest, tl.minimum(split * SPLIT + SPLIT, context), position, position, scale, kv_head,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, FORMAT, BLOCK_N, BLOCK_D,
+            tl.zeros([BLOCK_M, BLOCK_D], tl.float32), keys, values, key_scales, value_scales,
+            block_table, lowest, tl.minimum(split * SPLIT + SPLIT, context), position, position, scale,
+            kv_head, NUM_KV_HEADS, HEAD_DIM, HEAD_STRIDE, BLOCK_SIZE, WINDOW, SOFT_CAP, FORMAT, BLOCK_N,
+            BLOCK_D,
         )  # fmt: skip
         partial = partials + (head.to(tl.int64) + item * (NUM_KV_HEADS * GROUP)) * (HEAD_DIM + 2)
         tl.store(partial[:, None] + column[None, :], sums, mask=inside)
@@ -173,6 +177,8 @@ def paged_decode(
             q,
             as_stored(cache.keys),
             as_stored(cache.values),
+            cache.key_scales,
+            cache.value_scales,
             work.items,
             work.num_items,
             context.query_start,
@@ -185,6 +191,7 @@ def paged_decode(
             NUM_KV_HEADS=shape.num_kv_heads,
             GROUP=group,
             HEAD_DIM=shape.head_dim,
+            HEAD_STRIDE=cache.head_stride,
             BLOCK_SIZE=cache.keys.shape[2],
             WINDOW=shape.window,
             SOFT_CAP=shape.soft_cap,

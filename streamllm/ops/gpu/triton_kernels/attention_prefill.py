@@ -27,6 +27,8 @@ def prefill_kernel(
     q,
     keys,
     values,
+    key_scales,
+    value_scales,
     sinks,
     sequences,
     query_start,
@@ -41,6 +43,7 @@ def prefill_kernel(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -84,9 +87,9 @@ def prefill_kernel(
         largest = tl.load(sinks + head) * LOG2_E
         weights = tl.full([BLOCK_M], 1.0, tl.float32)
     largest, weights, sums = attend(
-        q_tile, before + query, largest, weights, sums, keys, values, block_table,
-        lowest, last_query + 1, first_query, last_query, scale, kv_head,
-        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, FORMAT, BLOCK_N, BLOCK_D,
+        q_tile, before + query, largest, weights, sums, keys, values, key_scales, value_scales,
+        block_table, lowest, last_query + 1, first_query, last_query, scale, kv_head,
+        NUM_KV_HEADS, HEAD_DIM, HEAD_STRIDE, BLOCK_SIZE, WINDOW, SOFT_CAP, FORMAT, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     # Padding saw nothing: 0 / 1.
     weights = tl.where(weights == 0.0, 1.0, weights)
@@ -116,6 +119,8 @@ def paged_prefill(
         q,
         as_stored(cache.keys),
         as_stored(cache.values),
+        cache.key_scales,
+        cache.value_scales,
         shape.sinks,
         sequences,
         context.query_start,
@@ -130,6 +135,7 @@ def paged_prefill(
         NUM_KV_HEADS=shape.num_kv_heads,
         GROUP=group,
         HEAD_DIM=shape.head_dim,
+        HEAD_STRIDE=cache.head_stride,
         BLOCK_SIZE=cache.keys.shape[2],
         WINDOW=shape.window,
         SOFT_CAP=shape.soft_cap,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from streamllm.ops.gpu.triton_kernels.primitives import from_stored, tanh
+from streamllm.ops.gpu.triton_kernels.primitives import INT8, from_stored, tanh
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -34,6 +34,15 @@ def load_rows(pointers, readable, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 
 
 @triton.jit
+def load_scales(pointers, readable, MASKED: tl.constexpr):
+    """``[*]`` from pointers; 0 where nothing is readable."""
+    if MASKED:
+        return tl.load(pointers, mask=readable, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
 def attend_tiles(
     q,
     row_position,
@@ -42,6 +51,8 @@ def attend_tiles(
     sums,
     keys,
     values,
+    key_scales,
+    value_scales,
     block_table,
     first,
     last,
@@ -51,6 +62,7 @@ def attend_tiles(
     kv_head,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -65,8 +77,11 @@ def attend_tiles(
         q: ``[rows, BLOCK_D]`` in the activations' dtype.
         row_position: int32 ``[rows]``, where each row stands in its sequence.
         largest, weights: float32 ``[rows]``; ``sums``: float32 ``[rows, BLOCK_D]``.
+        key_scales, value_scales: of an int8 cache; a key's is a factor of its products, a value is multiplied
+            before it is rounded to the activations' dtype.
         lowest, highest: the positions ``[lowest, highest)`` may be read, no others (``MASKED``).
         scale: of the products, base-2 logarithm's factor included unless there is a soft cap.
+        HEAD_STRIDE: elements from a block's head to the next one.
         MASKED: false where every row sees every position of every tile.
     """
     for start in range(first, last, BLOCK_N):
@@ -77,11 +92,13 @@ def attend_tiles(
             readable = readable & (block >= 0)
         else:
             block = tl.load(block_table + position // BLOCK_SIZE)
-        row = (block.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
-        key = from_stored(
-            load_rows(keys + row * HEAD_DIM, readable, HEAD_DIM, BLOCK_D, MASKED), q.dtype, FORMAT
-        )
+        head, offset = block.to(tl.int64) * NUM_KV_HEADS + kv_head, position % BLOCK_SIZE
+        row = head * HEAD_STRIDE + offset * HEAD_DIM
+        key = from_stored(load_rows(keys + row, readable, HEAD_DIM, BLOCK_D, MASKED), q.dtype, FORMAT)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee")
+        if FORMAT == INT8:
+            scale_place = head * (HEAD_STRIDE // 4) + offset
+            scores *= load_scales(key_scales + scale_place, readable, MASKED)[None, :]
         if SOFT_CAP > 0.0:
             scores = tanh(scores * scale) * (SOFT_CAP * LOG2_E)
         if MASKED:
@@ -96,9 +113,10 @@ def attend_tiles(
         decay = tl.exp2(largest - base)
         weight = tl.exp2(tl.fma(scores, tl.full(scores.shape, factor, tl.float32), -base[:, None]))
         weights = tl.fma(weights, decay, tl.sum(weight, 1))
-        value = from_stored(
-            load_rows(values + row * HEAD_DIM, readable, HEAD_DIM, BLOCK_D, MASKED), q.dtype, FORMAT
-        )
+        value = from_stored(load_rows(values + row, readable, HEAD_DIM, BLOCK_D, MASKED), q.dtype, FORMAT)
+        if FORMAT == INT8:
+            value_scale = load_scales(value_scales + scale_place, readable, MASKED)
+            value = (value.to(tl.float32) * value_scale[:, None]).to(q.dtype)
         sums = tl.dot(weight.to(q.dtype), value, sums * decay[:, None], input_precision="ieee")
         largest = larger
     return largest, weights, sums
@@ -113,6 +131,8 @@ def attend(
     sums,
     keys,
     values,
+    key_scales,
+    value_scales,
     block_table,
     lowest,
     highest,
@@ -122,6 +142,7 @@ def attend(
     kv_head,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -144,18 +165,21 @@ def attend(
     whole_end = tl.maximum(tl.minimum(first_query + 1, highest) // BLOCK_N * BLOCK_N, whole)
     if WINDOW > 0:
         largest, weights, sums = attend_tiles(
-            q, row_position, largest, weights, sums, keys, values, block_table, begin, whole,
-            lowest, highest, scale, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, FORMAT,
-            BLOCK_N, BLOCK_D, True,
+            q, row_position, largest, weights, sums, keys, values, key_scales, value_scales,
+            block_table, begin, whole,
+            lowest, highest, scale, kv_head, NUM_KV_HEADS, HEAD_DIM, HEAD_STRIDE, BLOCK_SIZE, WINDOW,
+            SOFT_CAP, FORMAT, BLOCK_N, BLOCK_D, True,
         )  # fmt: skip
     largest, weights, sums = attend_tiles(
-        q, row_position, largest, weights, sums, keys, values, block_table, whole, whole_end,
-        lowest, highest, scale, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, FORMAT,
-        BLOCK_N, BLOCK_D, False,
+        q, row_position, largest, weights, sums, keys, values, key_scales, value_scales,
+        block_table, whole, whole_end,
+        lowest, highest, scale, kv_head, NUM_KV_HEADS, HEAD_DIM, HEAD_STRIDE, BLOCK_SIZE, WINDOW, SOFT_CAP,
+        FORMAT, BLOCK_N, BLOCK_D, False,
     )  # fmt: skip
     largest, weights, sums = attend_tiles(
-        q, row_position, largest, weights, sums, keys, values, block_table, whole_end, highest,
-        lowest, highest, scale, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, FORMAT,
-        BLOCK_N, BLOCK_D, True,
+        q, row_position, largest, weights, sums, keys, values, key_scales, value_scales,
+        block_table, whole_end, highest,
+        lowest, highest, scale, kv_head, NUM_KV_HEADS, HEAD_DIM, HEAD_STRIDE, BLOCK_SIZE, WINDOW, SOFT_CAP,
+        FORMAT, BLOCK_N, BLOCK_D, True,
     )  # fmt: skip
     return largest, weights, sums

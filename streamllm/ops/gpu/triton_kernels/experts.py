@@ -19,7 +19,7 @@ from streamllm.ops.gpu.expert_weights import ExpertWeights
 from streamllm.ops.gpu.kernels import Tensor
 from streamllm.ops.gpu.triton_kernels.elementwise import act_and_mul
 from streamllm.ops.gpu.triton_kernels.expert_routing import ExpertBlocks, route
-from streamllm.ops.gpu.triton_kernels.matmul import kernel_factors
+from streamllm.ops.gpu.triton_kernels.matmul import kernel_tensors
 from streamllm.ops.gpu.triton_kernels.matmul_plan import (
     ROW_SCALED,
     TILES_IN_CACHE,
@@ -29,6 +29,7 @@ from streamllm.ops.gpu.triton_kernels.matmul_plan import (
 )
 from streamllm.ops.gpu.triton_kernels.matmul_tiles import add_tiles, finish, tile_of
 from streamllm.ops.gpu.triton_kernels.tuning import gpu_architecture
+from streamllm.ops.gpu.weight_layout import LAYOUTS
 
 SUM_COLUMNS = 1024
 """Columns of a program of :func:`sum_experts_kernel`."""
@@ -38,9 +39,7 @@ SUM_COLUMNS = 1024
 def expert_product_kernel(
     out,
     x,
-    values,
-    scales,
-    minimums,
+    weight,
     bias,
     pairs,
     block_experts,
@@ -51,8 +50,8 @@ def expert_product_kernel(
     k,
     x_stride,
     out_stride,
-    FORMAT: tl.constexpr,
-    IS_ROW_SCALED: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -77,10 +76,10 @@ def expert_product_kernel(
     pair = tl.load(pairs + block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))
     row = pair // PAIRS_PER_ROW
     sums = add_tiles(
-        x, values, scales, minimums, 0, tl.cdiv(k, TILE_K), column, row, rows, all_n, k, x_stride,
-        FORMAT, BLOCK_N, BLOCK_ROWS, TILE_K,
+        x, weight, 0, tl.cdiv(k, TILE_K), column, row, rows, all_n, k, x_stride,
+        LAYOUT, BLOCK_N, BLOCK_ROWS, TILE_K,
     )  # fmt: skip
-    result = finish(sums, scales, bias, column, all_n, IS_ROW_SCALED, HAS_BIAS)
+    result = finish(sums, weight.scales, bias, column, all_n, HAS_ROW_SCALES, HAS_BIAS)
     place = pair.to(tl.int64)[None, :] * out_stride + own_column[:, None]
     tl.store(out + place, result.to(out.dtype.element_ty), mask=(own_column < n)[:, None] & (row < rows))
 
@@ -140,13 +139,10 @@ def multiply_by_experts(out: Tensor, x: Tensor, weights: ExpertWeights, blocks: 
     weight = weights.rows
     plan = _plan(weights, x, blocks.block_rows)
     num_blocks = len(blocks.block_experts)
-    scales, minimums = kernel_factors(weight)
     expert_product_kernel[(triton.cdiv(weights.n, plan.block_n) * num_blocks,)](
         out,
         x,
-        weight.values,
-        scales,
-        minimums,
+        kernel_tensors(weight),
         weights.bias,
         blocks.pairs,
         blocks.block_experts,
@@ -157,8 +153,8 @@ def multiply_by_experts(out: Tensor, x: Tensor, weights: ExpertWeights, blocks: 
         weight.k,
         x.stride(0),
         out.stride(0),
-        FORMAT=weight.format,
-        IS_ROW_SCALED=weight.format in ROW_SCALED,
+        LAYOUT=LAYOUTS.get(weight.format),
+        HAS_ROW_SCALES=weight.format in ROW_SCALED,
         HAS_BIAS=weights.bias is not None,
         PAIRS_PER_ROW=len(out) // len(x),
         BLOCK_N=plan.block_n,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from streamllm.ops import Activation, Experts
 from streamllm.ops.gpu.kernels import (
+    AdapterStack,
     AttentionShape,
     DecodeWork,
     DeviceSampling,
@@ -16,6 +17,7 @@ from streamllm.ops.gpu.triton_kernels import (
     attention_prefill,
     copy_blocks,
     elementwise,
+    lora,
     rotary_cache,
 )
 from streamllm.ops.gpu.triton_kernels import experts as expert_kernels
@@ -38,6 +40,9 @@ class TritonKernels:
 
     def experts(self, out: Tensor, x: Tensor, router_logits: Tensor, experts: Experts) -> None:
         expert_kernels.experts(out, x, router_logits, experts)
+
+    def lora_add(self, out: Tensor, x: Tensor, slots: Tensor, stack: AdapterStack) -> None:
+        lora.lora_add(out, x, slots, stack)
 
     def rotary_and_cache(
         self,

@@ -19,15 +19,16 @@ import torch
 import triton
 import triton.language as tl
 
-from streamllm.ops.gpu.quantized_matrix import QuantizedMatrix, WeightRows
+from streamllm.ops.gpu.quantized_matrix import QuantizedMatrix
 from streamllm.ops.gpu.triton_kernels.matmul_plan import (
     ROW_SCALED,
     ProductConfig,
     plan_product,
     product_config,
 )
-from streamllm.ops.gpu.triton_kernels.matmul_tiles import add_tiles, finish, tile_of
+from streamllm.ops.gpu.triton_kernels.matmul_tiles import WeightTensors, add_tiles, finish, tile_of
 from streamllm.ops.gpu.triton_kernels.tuning import gpu_architecture
+from streamllm.ops.gpu.weight_rows import WeightRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,16 +42,15 @@ def product_kernel(
     out,
     partials,
     x,
-    values,
-    scales,
-    minimums,
+    weight,
     bias,
     rows,
     n,
     k,
     x_stride,
     out_stride,
-    FORMAT: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    HAS_ROW_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
     SPREAD: tl.constexpr,
@@ -63,6 +63,7 @@ def product_kernel(
 
     Args:
         partials: float32 ``[SPLITS, rows, n]``; read by :func:`sum_splits_kernel`.
+        weight, LAYOUT: as in :func:`~streamllm.ops.gpu.triton_kernels.matmul_tiles.add_tiles`.
         SPREAD: whether the grid's second axis runs over the splits.
     """
     tile_n, tile_row = tile_of(
@@ -79,8 +80,8 @@ def product_kernel(
         first = split * tiles_per_split
         last = tl.minimum(first + tiles_per_split, tiles_k)
         sums = add_tiles(
-            x, values, scales, minimums, first, last, column, row, rows, n, k, x_stride,
-            FORMAT, BLOCK_N, BLOCK_ROWS, TILE_K,
+            x, weight, first, last, column, row, rows, n, k, x_stride,
+            LAYOUT, BLOCK_N, BLOCK_ROWS, TILE_K,
         )  # fmt: skip
         place = (tl.cast(split, tl.int64) * rows + row.to(tl.int64)[None, :]) * n + column[:, None]
         tl.store(partials + place, sums, mask=inside)
@@ -90,10 +91,10 @@ def product_kernel(
             first = split * tiles_per_split
             last = tl.minimum(first + tiles_per_split, tiles_k)
             total += add_tiles(
-                x, values, scales, minimums, first, last, column, row, rows, n, k, x_stride,
-                FORMAT, BLOCK_N, BLOCK_ROWS, TILE_K,
+                x, weight, first, last, column, row, rows, n, k, x_stride,
+                LAYOUT, BLOCK_N, BLOCK_ROWS, TILE_K,
             )  # fmt: skip
-        result = finish(total, scales, bias, column, n, FORMAT == "int8" or FORMAT == "float8_e4m3", HAS_BIAS)
+        result = finish(total, weight.scales, bias, column, n, HAS_ROW_SCALES, HAS_BIAS)
         place = row.to(tl.int64)[None, :] * out_stride + column[:, None]
         tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
 
@@ -167,8 +168,7 @@ def multiply_rows(
     if config is None:
         config = product_config(gpu_architecture(x.device), weight.format, x.element_size(), n, k)
     plan = plan_product(config, weight.format, x.element_size(), rows, n, k)
-    scales, minimums = kernel_factors(weight)
-    row_scaled = weight.format in ROW_SCALED
+    tensors, row_scaled = kernel_tensors(weight), weight.format in ROW_SCALED
     partials = None
     if plan.spread:
         partials = torch.empty(plan.splits, rows, n, dtype=torch.float32, device=x.device)
@@ -176,9 +176,7 @@ def multiply_rows(
         out,
         partials,
         x,
-        weight.values,
-        scales,
-        minimums,
+        tensors,
         bias,
         rows,
         n,
@@ -193,7 +191,7 @@ def multiply_rows(
         sum_splits_kernel[(rows, triton.cdiv(n, SUM_COLUMNS))](
             out,
             partials,
-            scales if row_scaled else None,
+            weight.scales if row_scaled else None,
             bias,
             rows,
             n,
@@ -205,12 +203,13 @@ def multiply_rows(
         )
 
 
-def kernel_factors(weight: WeightRows) -> tuple[Tensor | None, Tensor | None]:
-    """Scales and minimums as kernels take them: pairs of float16 as int32."""
+def kernel_tensors(weight: WeightRows) -> WeightTensors:
+    """The weight's tensors as kernels take them."""
     if weight.scales is None or weight.format in ROW_SCALED:
-        return weight.scales, None
-    minimums = weight.minimums
-    return weight.scales.view(torch.int32), None if minimums is None else minimums.view(torch.int32)
+        return WeightTensors(weight.values, None, weight.scales, None, None, None)
+    factors = (weight.scales, weight.minimums, weight.group_scales, weight.group_minimums)
+    words = (None if factor is None else factor.view(torch.int32) for factor in factors)
+    return WeightTensors(weight.values, weight.high_bits, *words)
 
 
 def _check(out: Tensor, x: Tensor, shape: tuple[int, int]) -> None:

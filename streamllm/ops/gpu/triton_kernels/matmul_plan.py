@@ -11,13 +11,13 @@ from typing import Any
 
 import triton
 
-from streamllm.ops.gpu.quantized_matrix import WORDS, RowFormat
 from streamllm.ops.gpu.triton_kernels.tuning import configuration
+from streamllm.ops.gpu.weight_layout import LAYOUTS
 
 WIDE_ROWS = 64
 """Rows of activations in a tile beyond which it is a wide one."""
 
-ROW_SCALED = frozenset({"int8", "float8_e4m3"})
+ROW_SCALED = frozenset(name for name, layout in LAYOUTS.items() if layout.is_row_scaled)
 """Formats with one scale a row, which is multiplied in at the very end."""
 
 TILES_IN_CACHE = 8
@@ -67,10 +67,11 @@ class ProductPlan:
     num_warps: int
     num_stages: int
 
-    def constants(self, row_format: RowFormat, has_bias: bool) -> dict[str, Any]:
+    def constants(self, row_format: str, has_bias: bool) -> dict[str, Any]:
         """The kernel's compile-time arguments."""
         return {
-            "FORMAT": row_format,
+            "LAYOUT": LAYOUTS.get(row_format),
+            "HAS_ROW_SCALES": row_format in ROW_SCALED,
             "HAS_BIAS": has_bias,
             "SPLITS": self.splits,
             "SPREAD": self.spread,
@@ -81,20 +82,20 @@ class ProductPlan:
         }
 
 
-def product_config(architecture: str, row_format: RowFormat, x_bytes: int, n: int, k: int) -> ProductConfig:
+def product_config(architecture: str, row_format: str, x_bytes: int, n: int, k: int) -> ProductConfig:
     """The tables' configuration (:mod:`streamllm.ops.gpu.triton_kernels.tuning`) for a weight ``[n, k]`` and
     activations of ``x_bytes`` an element."""
     problem = product_problem(row_format, x_bytes, n, k)
     return ProductConfig(**configuration("matmul", architecture, problem))
 
 
-def product_problem(row_format: RowFormat, x_bytes: int, n: int, k: int) -> str:
+def product_problem(row_format: str, x_bytes: int, n: int, k: int) -> str:
     """The problem's name in a table."""
     return f"{8 * x_bytes}-bit {row_format} n={n} k={k}"
 
 
 def plan_product(
-    config: ProductConfig, row_format: RowFormat, x_bytes: int, rows: int, n: int, k: int
+    config: ProductConfig, row_format: str, x_bytes: int, rows: int, n: int, k: int
 ) -> ProductPlan:
     """The launch for ``rows`` rows of activations, at least 1."""
     block_rows = min(config.block_rows, max(_FEWEST_ROWS, triton.next_power_of_2(rows)))
@@ -116,11 +117,9 @@ def plan_product(
     )
 
 
-def tile_k(row_format: RowFormat, x_bytes: int) -> int:
+def tile_k(row_format: str, x_bytes: int) -> int:
     """Columns that a step of a program's loop takes: the tile of a format, or 128 bytes of a dense weight."""
-    if row_format == "dense":
-        return 128 // x_bytes
-    return WORDS * (8 if row_format in ("q4_0", "q4_1") else 4)
+    return 128 // x_bytes if row_format == "dense" else LAYOUTS[row_format].tile
 
 
 def _num_splits(wanted: float, k: int) -> int:

@@ -17,6 +17,9 @@ FLOAT8_NATIVE = tl.constexpr(2)
 """The cache holds float8_e4m3fn, seen as uint8, on a GPU that converts it (sm_89 and later): used where every
 step reads, not where it writes once."""
 
+INT8 = tl.constexpr(3)
+"""The cache holds int8, and a float32 scale for each position and head."""
+
 FLOAT8_MAX = tl.constexpr(448.0)
 FLOAT16_MAX = tl.constexpr(65504.0)
 
@@ -25,6 +28,8 @@ def cache_format(plane: Any, architecture: str) -> int:
     """How kernels read and write a plane of the cache on ``architecture`` (``"sm_90"``)."""
     if plane.element_size() != 1:
         return PLAIN.value
+    if not plane.is_floating_point():
+        return INT8.value
     return FLOAT8_NATIVE.value if int(architecture.removeprefix("sm_")) >= 89 else FLOAT8_BITS.value
 
 
@@ -32,12 +37,13 @@ def as_stored(plane: Any) -> Any:
     """The plane as kernels take it: float8 as uint8, because Triton knows no e4m3 below sm_89."""
     import torch
 
-    return plane.view(torch.uint8) if plane.element_size() == 1 else plane
+    return plane.view(torch.uint8) if plane.dtype == torch.float8_e4m3fn else plane
 
 
 @triton.jit
 def from_stored(x, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """Cached values as ``dtype``. Exact for float8: e4m3 is shifted to float16's place, 2^8 too small."""
+    """Cached values as ``dtype``, int8 unscaled. Exact for both narrow ones: e4m3 is shifted to float16's
+    place, 2^8 too small."""
     if FORMAT == FLOAT8_NATIVE:
         return x.to(tl.float8e4nv, bitcast=True).to(dtype)
     elif FORMAT == FLOAT8_BITS:
@@ -58,9 +64,18 @@ def saturate(x, limit: tl.constexpr):
 
 
 @triton.jit
+def nearest_integer(x):
+    """float32 within +-2^22, rounded to nearest even: the last place of 1.5 * 2^23 is 1."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
 def to_stored(x, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """float32 as the cache holds it, rounded to nearest even; float16 and float8 saturate."""
-    if FORMAT != PLAIN:
+    """float32 as the cache holds it, rounded to nearest even; float16 and float8 saturate, int8's magnitudes
+    are within 127 before."""
+    if FORMAT == INT8:
+        return nearest_integer(x).to(dtype)
+    elif FORMAT != PLAIN:
         return _float8_bits(saturate(x, FLOAT8_MAX))
     elif dtype == tl.float16:
         return saturate(x, FLOAT16_MAX).to(dtype)

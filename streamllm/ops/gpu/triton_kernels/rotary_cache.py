@@ -6,7 +6,14 @@ import triton
 import triton.language as tl
 
 from streamllm.ops.gpu.kernels import AttentionShape, PagedCache, Tensor
-from streamllm.ops.gpu.triton_kernels.primitives import as_stored, cache_format, to_stored
+from streamllm.ops.gpu.triton_kernels.primitives import (
+    FLOAT16_MAX,
+    INT8,
+    as_stored,
+    cache_format,
+    saturate,
+    to_stored,
+)
 from streamllm.ops.gpu.triton_kernels.tuning import gpu_architecture
 
 ELEMENTS_PER_PROGRAM = 2048
@@ -27,14 +34,34 @@ def normed(x, factor, q_weight, k_weight, column, inside, is_q, is_v):
 
 
 @triton.jit
+def magnitude_bits(x):
+    """Of each head the largest magnitude among some columns, as the bits of its float, which are ordered as
+    floats are, NaN above all. Magnitudes saturate as float16's do."""
+    return tl.max(tl.abs(saturate(x, FLOAT16_MAX)).to(tl.int32, bitcast=True), 1)
+
+
+@triton.jit
+def int8_scales(largest_bits):
+    """The factor that makes int8 of each head, and the scale that undoes it: 0 for zeros. NaN makes the scale
+    NaN, which then reaches every row that sees the position."""
+    largest = largest_bits.to(tl.float32, bitcast=True)
+    is_zero = (largest != largest) | (largest < 1e-30)
+    factor = tl.where(is_zero, 0.0, tl.div_rn(127.0, tl.where(is_zero, 1.0, largest)))
+    return factor, tl.where(largest < 1e-30, 0.0, tl.div_rn(largest, 127.0))
+
+
+@triton.jit
 def store_part(
-    x, qkv, keys, values, column, inside, is_q, to_keys, to_values, key_scale, value_scale,
-    FORMAT: tl.constexpr,
+    x, qkv, keys, values, column, inside, is_q, to_keys, to_values, scaling, FORMAT: tl.constexpr
 ):  # fmt: skip
-    """Stores some columns of heads: q in place, k and v in the cache."""
+    """Stores some columns of heads: q in place, k and v in the cache, divided by ``scaling [heads]``, or in
+    int8 multiplied by it."""
     column = column[None, :]
     tl.store(qkv + column, x.to(qkv.dtype.element_ty), mask=inside & is_q[:, None])
-    scaled = x / tl.where(to_keys, key_scale, value_scale)[:, None]
+    if FORMAT == INT8:
+        scaled = tl.where(scaling[:, None] > 0.0, saturate(x, FLOAT16_MAX) * scaling[:, None], 0.0)
+    else:
+        scaled = x / scaling[:, None]
     stored = to_stored(scaled, keys.dtype.element_ty, FORMAT)
     tl.store(keys + column, stored, mask=inside & to_keys[:, None])
     tl.store(values + column, stored, mask=inside & to_values[:, None])
@@ -45,6 +72,8 @@ def rotary_and_cache_kernel(
     qkv,
     keys,
     values,
+    key_scales,
+    value_scales,
     slot_mapping,
     rope_rows,
     rope_cos,
@@ -59,6 +88,7 @@ def rotary_and_cache_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     FORMAT: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -71,15 +101,17 @@ def rotary_and_cache_kernel(
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     is_q = head < NUM_HEADS
     is_v = head >= NUM_HEADS + NUM_KV_HEADS
-    real = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None]
+    exists = head < NUM_HEADS + 2 * NUM_KV_HEADS
+    real = exists[:, None]
     slot = tl.load(slot_mapping + token) + tl.zeros([BLOCK_HEADS], tl.int64)
     to_keys = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS) & (slot >= 0)
-    to_values = is_v & (slot >= 0)
+    to_values = is_v & exists & (slot >= 0)
     kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
-    cache_row = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    cache_head, offset = (slot // BLOCK_SIZE) * NUM_KV_HEADS + kv_head, slot % BLOCK_SIZE
+    cache_row = cache_head * HEAD_STRIDE + offset * HEAD_DIM
     heads = (qkv + token * qkv_stride + head * HEAD_DIM)[:, None]
-    key_rows = (keys + cache_row * HEAD_DIM)[:, None]
-    value_rows = (values + cache_row * HEAD_DIM)[:, None]
+    key_rows = (keys + cache_row)[:, None]
+    value_rows = (values + cache_row)[:, None]
 
     pair = tl.arange(0, BLOCK_HALF)
     inside = real & (pair[None, :] < HALF)
@@ -100,18 +132,26 @@ def rotary_and_cache_kernel(
     sin = tl.load(rope_sin + rope_row + pair, mask=pair < HALF, other=0.0)[None, :]
     rotated_first = tl.where(is_v[:, None], first, first * cos - second * sin)
     rotated_second = tl.where(is_v[:, None], second, second * cos + first * sin)
+    if FORMAT == INT8:
+        largest = tl.maximum(magnitude_bits(rotated_first), magnitude_bits(rotated_second))
+        scaling, scale = int8_scales(tl.maximum(largest, magnitude_bits(rest)))
+        scale_place = cache_head * (HEAD_STRIDE // 4) + offset
+        tl.store(key_scales + scale_place, scale, mask=to_keys)
+        tl.store(value_scales + scale_place, scale, mask=to_values)
+    else:
+        scaling = tl.where(to_keys, key_scale, value_scale)
     store_part(
         rotated_first, heads, key_rows, value_rows, pair, inside, is_q, to_keys, to_values,
-        key_scale, value_scale, FORMAT,
+        scaling, FORMAT,
     )  # fmt: skip
     store_part(
         rotated_second, heads, key_rows, value_rows, HALF + pair, inside, is_q, to_keys, to_values,
-        key_scale, value_scale, FORMAT,
+        scaling, FORMAT,
     )  # fmt: skip
     if HEAD_DIM > 2 * HALF:
         store_part(
             rest, heads, key_rows, value_rows, rest_column, rest_inside, is_q, to_keys, to_values,
-            key_scale, value_scale, FORMAT,
+            scaling, FORMAT,
         )  # fmt: skip
 
 
@@ -139,6 +179,8 @@ def rotary_and_cache(
         qkv,
         as_stored(cache.keys),
         as_stored(cache.values),
+        cache.key_scales,
+        cache.value_scales,
         slot_mapping,
         rope_rows,
         rope_cos,
@@ -153,6 +195,7 @@ def rotary_and_cache(
         NUM_KV_HEADS=shape.num_kv_heads,
         HEAD_DIM=shape.head_dim,
         HALF=rotary_dim // 2,
+        HEAD_STRIDE=cache.head_stride,
         BLOCK_SIZE=cache.keys.shape[2],
         FORMAT=cache_format(cache.keys, gpu_architecture(qkv.device)),
         BLOCK_HEADS=block_heads,

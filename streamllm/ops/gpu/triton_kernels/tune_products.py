@@ -17,17 +17,15 @@ import torch
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.registry import family_of
 from streamllm.ops import LayerNorm, RMSNorm
-from streamllm.ops.gpu.quantized_matrix import GROUP, WORDS, RowFormat, WeightRows
 from streamllm.ops.gpu.triton_kernels.matmul import multiply_rows
 from streamllm.ops.gpu.triton_kernels.matmul_plan import (
-    ROW_SCALED,
     WIDE_ROWS,
     ProductConfig,
     product_config,
-    tile_k,
 )
 from streamllm.ops.gpu.triton_kernels.tune import Timer, median_time, time_of
 from streamllm.ops.gpu.triton_kernels.tuning import gpu_architecture
+from streamllm.ops.gpu.weight_rows import WeightRows
 
 FEW_ROWS, MANY_ROWS = 16, 2048
 
@@ -80,19 +78,20 @@ class _ShapeNotes:
         return None
 
 
-def random_weight(
-    row_format: RowFormat, n: int, k: int, dtype: torch.dtype, device: torch.device
-) -> WeightRows:
+def random_weight(row_format: str, n: int, k: int, dtype: torch.dtype, device: torch.device) -> WeightRows:
     """A weight whose values mean nothing."""
     if row_format == "dense":
         return WeightRows("dense", n, k, torch.randn(n, k, dtype=dtype, device=device))
-    width = tile_k(row_format, dtype.itemsize)
-    tiles = -(-k // width)
-    values = torch.randint(-(2**31), 2**31, (tiles, n, WORDS), device=device).to(torch.int32)
-    if row_format in ROW_SCALED:
-        return WeightRows(row_format, n, k, values, torch.ones(n, device=device))
-    factors = torch.ones(tiles * width // (2 * GROUP), n, 2, dtype=torch.float16, device=device)
-    return WeightRows(row_format, n, k, values, factors, factors if row_format == "q4_1" else None)
+    weight = WeightRows.allocate(row_format, n, k, device)
+    for name, tensor in weight.tensors.items():
+        if tensor.is_floating_point():
+            tensor.fill_(1)
+        else:
+            limits = torch.iinfo(tensor.dtype)
+            # Exponents of moderate powers of two.
+            low, high = (120, 127) if name == "scales" else (limits.min, limits.max)
+            tensor.random_(low, high)
+    return weight
 
 
 def candidates(known: ProductConfig, rows: int, x_bytes: int) -> Iterator[ProductConfig]:
@@ -128,7 +127,7 @@ def measure(
 
 
 def tune(
-    row_format: RowFormat,
+    row_format: str,
     n: int,
     k: int,
     dtype: torch.dtype,

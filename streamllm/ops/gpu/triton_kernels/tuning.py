@@ -87,7 +87,9 @@ def attention_problem(q: Any, keys: Any, shape: AttentionShape) -> str:
     words = [f"{8 * q.element_size()}-bit", f"head={tile_width(shape.head_dim)}"]
     if shape.soft_cap:
         words.append("soft-cap")
-    words += [f"cache={8 * keys.element_size()}-bit", f"group={shape.num_heads // shape.num_kv_heads}"]
+    is_int8 = keys.element_size() == 1 and not keys.is_floating_point()
+    cache = "int8" if is_int8 else f"{8 * keys.element_size()}-bit"
+    words += [f"cache={cache}", f"group={shape.num_heads // shape.num_kv_heads}"]
     return " ".join(words)
 
 
