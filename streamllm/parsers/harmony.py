@@ -33,6 +33,7 @@ _HEADER_STARTS = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS, "assistant", "
 _RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTIONS = "functions."
+_FINAL = "<|channel|>final<|message|>"
 
 
 class HarmonyParser(ToolCallParser):
@@ -126,9 +127,7 @@ class HarmonyParser(ToolCallParser):
         """Reasoning may come first, and without ``required`` preambles and an answer; one call ends the text,
         as its mark ends the model's turn."""
         lines = [
-            *text_before("<|end|>", "body", rules),
-            f"next: {rules.literal('<|start|>assistant')}",
-            f"analysis: {rules.literal('<|channel|>analysis<|message|>')} body next",
+            *_messages_before(rules),
             f"call: {' | '.join(f'call_{index}' for index in range(len(rules.tools)))}",
         ]
         for index, tool in enumerate(rules.tools):
@@ -138,7 +137,21 @@ class HarmonyParser(ToolCallParser):
             lines.append(f"call_{index}: {rules.literal(header)} {json_rule(object_schema(tool), tool)}")
         if rules.required:
             return "\n".join(["start: analysis? call", *lines])
-        preamble = f"preamble: {rules.literal('<|channel|>commentary<|message|>')} body next"
-        answer = f"answer: {rules.literal('<|channel|>final<|message|>')} TEXT?"
+        answer = f"answer: {rules.literal(_FINAL)} TEXT?"
         start = "start: (analysis | preamble)* (call | answer)"
-        return "\n".join([start, preamble, answer, f"TEXT: {free_text()}", *lines])
+        return "\n".join([start, answer, f"TEXT: {free_text()}", *lines])
+
+    @classmethod
+    def before_answer(cls, rules: CallRules) -> str:
+        before = f"before: (analysis | preamble)* {rules.literal(_FINAL)}"
+        return "\n".join([before, *_messages_before(rules)])
+
+
+def _messages_before(rules: CallRules) -> list[str]:
+    """Lark for messages that come before an answer or a call."""
+    return [
+        *text_before("<|end|>", "body", rules),
+        f"next: {rules.literal('<|start|>assistant')}",
+        f"analysis: {rules.literal('<|channel|>analysis<|message|>')} body next",
+        f"preamble: {rules.literal('<|channel|>commentary<|message|>')} body next",
+    ]

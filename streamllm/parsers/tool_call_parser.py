@@ -86,6 +86,12 @@ class ToolCallParser(ABC):
             InvalidRequestError: this format cannot be forced for one of the tools.
         """
 
+    @classmethod
+    def before_answer(cls, rules: CallRules) -> str:
+        """What stands before an answer's text in formats that mark it, as Lark with a rule ``before``; empty
+        where answers begin at once."""
+        return ""
+
     @staticmethod
     def make_id() -> str:
         """A new call's id."""

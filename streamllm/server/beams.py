@@ -41,6 +41,8 @@ NEVER_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "guided_whitespace_pattern": (),
+    "tools": ([],),
+    "thinking_token_budget": (-1,),
 }
 """Fields of sampling that a search cannot honour -> values that change nothing."""
 

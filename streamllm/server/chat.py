@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from streamllm.errors import InvalidRequestError
 from streamllm.outputs import CompletionOutput
-from streamllm.sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
+from streamllm.parsers.events import ParsedMessage
 from streamllm.server.body import decoded, read_body
-from streamllm.server.chat_prompt import chat_prompt
 from streamllm.server.chunks import ChunkWriter, FirstChunk
+from streamllm.server.conversation import Conversation, plan_conversation, read_answer
+from streamllm.server.conversation_chunks import ConversationChunks
 from streamllm.server.generation import (
     ResponseHead,
     ServerState,
     abort_all,
     check_stream_options,
     collect,
-    generation_params,
     num_choices,
     submit,
 )
@@ -47,23 +48,27 @@ async def chat_completions(request: Request) -> Response:
 async def _answer(server: ServerState, request: ChatRequest) -> Response:
     arrival_time = time.monotonic()
     engine = server.engine
-    server.check_model(request.model)
+    lora_request = server.check_model(request.model)
     check_stream_options(request)
-    params = read_params(server, request)
-    prompt = (await chat_prompt(server, request, request.messages)).token_ids
-    head = ResponseHead.make("chatcmpl", server.model_names[0])
+    conversation = await plan_conversation(server, request)
+    params = conversation.params
+    head = ResponseHead.make("chatcmpl", server.name_of(lora_request))
     streams = await submit(
         engine,
         request,
-        [prompt],
+        [conversation.prompt.token_ids],
         params,
         response_id=head.id,
         field="messages",
         arrival_time=arrival_time,
+        lora_request=lora_request,
     )
     formatter = logprob_formatter(engine.tokenizer, params, as_token_ids=request.return_tokens_as_token_ids)
     if request.stream:
-        writer = ChunkWriter(
+        make_writer: Callable[..., ChunkWriter] = ChunkWriter
+        if conversation.make_parser is not None:
+            make_writer = functools.partial(ConversationChunks, make_reader=conversation.make_reader)
+        writer = make_writer(
             head,
             object_name="chat.completion.chunk",
             text_field=(b'"delta":{"content":', b"}"),
@@ -81,7 +86,7 @@ async def _answer(server: ServerState, request: ChatRequest) -> Response:
         )
     (output,), usage = await collect(streams, num_choices(request))
     answer = head.body("chat.completion") | {
-        "choices": [_choice(choice, formatter) for choice in output.outputs],
+        "choices": [_choice(conversation, choice, formatter) for choice in output.outputs],
         "usage": usage,
         **server.metrics_field(streams),
     }
@@ -100,37 +105,30 @@ def _chunk_logprobs(formatter: LogprobFormatter) -> Any:
     return lambda entries, output, progress: formatter.chat(entries, output)
 
 
-def _choice(output: CompletionOutput, formatter: LogprobFormatter | None) -> dict[str, Any]:
+def _choice(
+    conversation: Conversation, output: CompletionOutput, formatter: LogprobFormatter | None
+) -> dict[str, Any]:
+    message, finish_reason = read_answer(conversation, output)
     return {
         "index": output.index,
-        "message": {"role": "assistant", "content": output.text, "refusal": None},
+        "message": message_body(message),
         "logprobs": None if formatter is None else formatter.chat(output.logprobs or [], output),
-        "finish_reason": output.finish_reason,
+        "finish_reason": finish_reason,
         "stop_reason": output.stop_reason,
     }
 
 
-def read_params(server: ServerState, request: ChatRequest) -> SamplingParams | BeamSearchParams:
-    renamed = {"logprobs": "top_logprobs"}
-    max_tokens = request.max_tokens
-    if request.max_completion_tokens is not None:
-        max_tokens = request.max_completion_tokens
-        renamed["max_tokens"] = "max_completion_tokens"
-    return generation_params(
-        server.engine,
-        request,
-        max_tokens=max_tokens,
-        logprobs=_num_logprobs(request),
-        prompt_logprobs=request.prompt_logprobs,
-        renamed=renamed,
-    )
-
-
-def _num_logprobs(request: ChatRequest) -> int | None:
-    if request.logprobs:
-        return request.top_logprobs or 0
-    top = request.top_logprobs
-    if top and 0 < top <= MAX_LOGPROBS:
-        raise InvalidRequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
-    # Zero asks for nothing; what is out of range is refused as such.
-    return top or None
+def message_body(message: ParsedMessage) -> dict[str, Any]:
+    """The assistant's message in OpenAI's shape; reasoning under both names that clients read."""
+    content = message.content
+    if content is None and not message.tool_calls:
+        content = ""
+    body: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if message.reasoning is not None:
+        body["reasoning"] = body["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        body["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return body

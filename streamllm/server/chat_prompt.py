@@ -16,6 +16,10 @@ class ConversationFields(Protocol):
     continue_final_message: bool | None
     chat_template: str | None
     chat_template_kwargs: dict[str, Any] | None
+    tools: list[dict[str, Any]] | None
+
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 async def chat_prompt(
@@ -25,8 +29,7 @@ async def chat_prompt(
 
     Raises:
         InvalidRequestError: as :meth:`ChatRenderer.render`; contradicting fields; a ``chat_template`` that
-        the
-            server does not take from requests.
+            the server does not take from requests.
     """
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
@@ -41,16 +44,33 @@ async def chat_prompt(
             param="chat_template",
         )
     adds = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    hides_tools = getattr(body, "tool_choice", None) == "none"
+    hides_tools = hides_tools and server.config.exclude_tools_when_tool_choice_none
     try:
         return await server.renderer.render(
             messages,
             add_generation_prompt=adds,
             continue_final_message=continues,
             chat_template=body.chat_template,
-            chat_template_kwargs=body.chat_template_kwargs,
+            chat_template_kwargs=_template_kwargs(body),
+            tools=None if hides_tools else body.tools,
             prompt_may_be_cut=getattr(body, "truncate_prompt_tokens", None) is not None,
         )
     except RecursionError:
         raise InvalidRequestError("messages are nested too deeply.", param="messages") from None
     except InvalidRequestError as error:
         raise in_field(error, "messages") from None
+
+
+def _template_kwargs(body: ConversationFields) -> dict[str, Any]:
+    """The request's variables for the template, its effort among them under the names that templates read."""
+    kwargs = dict(body.chat_template_kwargs or {})
+    effort = getattr(body, "reasoning_effort", None)
+    if effort is None:
+        return kwargs
+    if effort not in EFFORTS:
+        raise InvalidRequestError(
+            f'reasoning_effort must be one of {", ".join(EFFORTS)}, got "{str(effort)[:40]}".',
+            param="reasoning_effort",
+        )
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none", **kwargs}

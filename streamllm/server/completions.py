@@ -56,12 +56,12 @@ async def completions(request: Request) -> Response:
 async def _answer(server: ServerState, request: CompletionRequest) -> Response:
     arrival_time = time.monotonic()
     engine = server.engine
-    server.check_model(request.model)
+    lora_request = server.check_model(request.model)
     check_stream_options(request)
     params = read_params(engine, request)
     prompts = await around_suffix(engine, request, read_prompts(request.prompt), params)
     n = num_choices(request)
-    head = ResponseHead.make("cmpl", server.model_names[0])
+    head = ResponseHead.make("cmpl", server.name_of(lora_request))
     streams = await submit(
         engine,
         request,
@@ -70,6 +70,7 @@ async def _answer(server: ServerState, request: CompletionRequest) -> Response:
         response_id=head.id,
         field="prompt",
         arrival_time=arrival_time,
+        lora_request=lora_request,
         add_special_tokens=request.add_special_tokens is not False,
         prompt_only=_only_scores(request),
     )

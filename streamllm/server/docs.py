@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 import streamllm
+from streamllm.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
+from streamllm.server.anthropic.protocol import CountTokensRequest, MessagesRequest
+from streamllm.server.batches.protocol import UPLOAD_SCHEMA, BatchRequest
 from streamllm.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -22,20 +26,28 @@ from streamllm.server.protocol import (
     refused_fields,
 )
 from streamllm.server.render import DetokenizeRequest, TokenizeRequest
+from streamllm.server.responses.protocol import InputTokensRequest, ResponsesRequest
 
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/chat/completions/render": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/completions/render": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": InputTokensRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/v1/embeddings": EmbeddingRequest,
+    "/v1/batches": BatchRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/load_lora_adapter": LoadAdapterRequest,
+    "/v1/unload_lora_adapter": UnloadAdapterRequest,
 }
 """What each route with a body decodes."""
 
-WITH_ALL_FIELDS = (ChatRequest, CompletionRequest, EmbeddingRequest)
-"""Bodies that OpenAI and vLLM define: what is refused or ignored stands beside what is honoured."""
+FORMS = {"/v1/files": UPLOAD_SCHEMA}
+"""What each route reads as a form, as a JSON schema."""
 
 _ERROR = {
     "type": "object",
@@ -77,7 +89,7 @@ def make_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
         _add_support(schemas[body_type.__name__], body_type)
     paths: dict[str, Any] = {}
     for route in routes:
-        if isinstance(route, Route):
+        if isinstance(route, Route) and route.include_in_schema:
             path = route.path.replace(":path}", "}")
             for method in sorted((route.methods or set()) - {"HEAD"}):
                 paths.setdefault(path, {})[method.lower()] = _operation(route)
@@ -105,10 +117,14 @@ def _operation(route: Route) -> dict[str, Any]:
             },
         },
     }
-    if "{name" in route.path:
-        operation["parameters"] = [
-            {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-        ]
+    for name in re.findall(r"{(\w+)", route.path):
+        parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        operation.setdefault("parameters", []).append(parameter)
+    if "POST" not in (route.methods or ()):
+        return operation
+    if route.path in FORMS:
+        content = {"multipart/form-data": {"schema": FORMS[route.path]}}
+        operation["requestBody"] = {"required": True, "content": content}
     if route.path in BODIES:
         reference = {"$ref": f"#/components/schemas/{BODIES[route.path].__name__}"}
         operation["requestBody"] = {
@@ -120,10 +136,7 @@ def _operation(route: Route) -> dict[str, Any]:
 
 def _add_support(schema: dict[str, Any], body_type: type[msgspec.Struct]) -> None:
     properties = schema["properties"]
-    support = dict.fromkeys(body_type.__struct_fields__, "honoured")
-    if body_type in WITH_ALL_FIELDS:
-        support = field_support(body_type)
-    for name, status in sorted(support.items()):
+    for name, status in sorted(field_support(body_type).items()):
         field = properties.setdefault(name, {})
         field["x-support"] = status
         if status == "ignored":
@@ -149,8 +162,9 @@ def make_page(document: dict[str, Any]) -> str:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             name = ""
-            if "requestBody" in operation:
-                reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+            content = operation.get("requestBody", {}).get("content", {})
+            if "application/json" in content:
+                reference = content["application/json"]["schema"]["$ref"]
                 name = reference.rpartition("/")[2]
                 bodies[name] = document["components"]["schemas"][name]
             link = f'<a href="#{name}">{name}</a>' if name else ""

@@ -36,11 +36,11 @@ async def embeddings(request: Request) -> Response:
 
 async def _answer(server: ServerState, request: EmbeddingRequest) -> Response:
     arrival_time = time.monotonic()
-    server.check_model(request.model)
+    lora_request = server.check_model(request.model)
     as_base64 = _is_base64(request.encoding_format)
     params = read_params(request)
     prompts = read_prompts(request.input, "input")
-    head = ResponseHead.make("embd", server.model_names[0])
+    head = ResponseHead.make("embd", server.name_of(lora_request))
     try:
         streams = await server.engine.add_requests(
             prompts,
@@ -48,12 +48,13 @@ async def _answer(server: ServerState, request: EmbeddingRequest) -> Response:
             request_ids=[f"{head.id}-{index}" for index in range(len(prompts))],
             add_special_tokens=request.add_special_tokens is not False,
             arrival_time=arrival_time,
-            priority=request.priority or 0,
+            priority=current_request().priority_of(request.priority),
             cache_salt=request.cache_salt,
+            lora_request=lora_request,
         )
     except InvalidRequestError as error:
         raise in_field(error, "input") from None
-    current_request().streams = streams
+    current_request().answered_by(streams)
     outputs, usage = await collect(streams, 1)
     fields = {
         "usage": {name: usage[name] for name in ("prompt_tokens", "total_tokens")},

@@ -1,4 +1,8 @@
-"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in the shape of the API that was asked.
+
+OpenAI's: ``{"error": {"message", "type", "param", "code"}}``; on the paths of Anthropic's API
+``{"type": "error", "error": {"type", "message"}, "request_id"}``.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from starlette.responses import Response
 
 from streamllm.errors import EngineDeadError, InvalidRequestError, QueueFullError, StreamLLMError
 from streamllm.server.in_flight import RequestTimeoutError, ServerStoppingError
+from streamllm.server.request_context import current_request
 
 logger = logging.getLogger("streamllm.server")
 
@@ -24,11 +29,31 @@ CLIENT_CLOSED_REQUEST = 499
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 504: "timeout_error"}
 """Types of errors whose status says more than whose fault it is."""
 
+ANTHROPIC_PATHS = ("/v1/messages",)
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""https://docs.anthropic.com/en/api/errors"""
+
 
 def error_body(
     message: str, *, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
     """The body of an error; its type follows from the HTTP status."""
+    context = current_request()
+    if context.path.startswith(ANTHROPIC_PATHS):
+        if param is not None and param not in message:
+            message = f"{param}: {message}"
+        error = {"type": _ANTHROPIC_TYPES.get(status, "api_error"), "message": message}
+        return {"type": "error", "error": error, "request_id": context.request_id}
     kind = "server_error" if status >= 500 else "invalid_request_error"
     kind = _TYPES.get(status, kind)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

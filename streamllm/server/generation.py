@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from streamllm.errors import InvalidRequestError, RequestFailedError
+from streamllm.lora.request import LoRARequest
 from streamllm.outputs import RequestOutput
 from streamllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from streamllm.server.beams import beam_search_params, check_beam_fields, width_field
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from streamllm.config import ServerConfig
     from streamllm.engine.async_engine import AsyncEngine
     from streamllm.engine.stream import RequestStream
+    from streamllm.server.output_format import OutputFormat
     from streamllm.text.chat_renderer import ChatRenderer
 
 Prompt = str | list[int]
@@ -58,6 +60,10 @@ MODEL_DEFAULTS = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p"
 """Fields whose default the model's generation config may set."""
 
 
+MAX_NAMES_SHOWN = 20
+"""Models that are listed for a client that names another."""
+
+
 @dataclass(frozen=True)
 class ServerState:
     """What the routes share: ``app.state.server``.
@@ -65,6 +71,7 @@ class ServerState:
     Attributes:
         model_names: names that requests may use; the first is shown in answers.
         renderer: conversations to prompts.
+        output_format: how the model writes reasoning and tool calls.
         pace: how fast requests end.
         created: start of the server, Unix time.
     """
@@ -73,23 +80,34 @@ class ServerState:
     config: ServerConfig
     model_names: tuple[str, ...]
     renderer: ChatRenderer
+    output_format: OutputFormat
     in_flight: InFlight
     pace: Pace
     created: int
 
-    def check_model(self, name: str | None) -> None:
-        """
+    def check_model(self, name: str | None) -> LoRARequest | None:
+        """The adapter that a request's ``model`` names; ``None`` if it names the model itself.
+
         Raises:
             InvalidRequestError: (404) the name is not one of ours. Leaving it out is allowed, as in vLLM.
         """
+        adapters = self.engine.adapters
+        if (adapter := adapters.get(name)) is not None:
+            return adapter.request
         if name is not None and name not in self.model_names:
-            names = ", ".join(f'"{known}"' for known in self.model_names)
+            known_names = [*self.model_names, *(each.name for each in adapters.served())]
+            names = ", ".join(f'"{known}"' for known in known_names[:MAX_NAMES_SHOWN])
             raise InvalidRequestError(
                 f'The model "{name[:200]}" does not exist; served here: {names}.',
                 param="model",
                 code="model_not_found",
                 status=404,
             )
+        return None
+
+    def name_of(self, lora_request: LoRARequest | None) -> str:
+        """What answers call the model, or the adapter, that gave them."""
+        return self.model_names[0] if lora_request is None else lora_request.lora_name
 
     def retry_after(self) -> int:
         """Seconds after which a client that found the queue full should come again."""
@@ -202,6 +220,7 @@ async def submit(
     response_id: str,
     field: str,
     arrival_time: float,
+    lora_request: LoRARequest | None,
     add_special_tokens: bool = True,
     prompt_only: bool = False,
 ) -> list[RequestStream]:
@@ -210,6 +229,7 @@ async def submit(
     Args:
         field: the request's field that holds the prompts, for errors.
         arrival_time: ``time.monotonic()`` when the request was read.
+        lora_request: the adapter that its ``model`` names.
         prompt_only: nothing is generated.
 
     Raises:
@@ -224,13 +244,14 @@ async def submit(
             request_ids=[f"{response_id}-{index}" for index in range(len(prompts))],
             add_special_tokens=add_special_tokens,
             arrival_time=arrival_time,
-            priority=request.priority or 0,
+            priority=current_request().priority_of(request.priority),
             cache_salt=request.cache_salt,
             prompt_only=prompt_only,
+            lora_request=lora_request,
         )
     except InvalidRequestError as error:
         raise _renamed(in_field(error, field), _own_names(request)) from None
-    current_request().streams = streams
+    current_request().answered_by(streams)
     return streams
 
 

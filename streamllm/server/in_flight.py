@@ -108,6 +108,10 @@ class InFlight:
             if not worker.done():
                 worker.cancel()
                 await asyncio.wait({worker})
+            elif not worker.cancelled():
+                # Somebody else's cancellation came as it failed: its error has been seen, there is nobody to
+                # tell.
+                worker.exception()
 
     def sweep(self) -> None:
         """End what has run out of time. Called several times a second: cheaper than a timer a request."""

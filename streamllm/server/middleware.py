@@ -10,23 +10,28 @@ import hashlib
 import hmac
 import ipaddress
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from streamllm.server.errors import error_response, failure_response
+from streamllm.server.errors import ANTHROPIC_PATHS, error_response, failure_response
 from streamllm.server.request_context import RequestContext, enter_request
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version"})
 """Paths that need no API key; every other path does, also one that does not exist."""
 
-ADMIN_PATHS = frozenset({"/reset_prefix_cache"})
-"""Paths that change the server's state for everybody."""
+ADMIN_PATHS = frozenset(
+    {"/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/debug/perfetto"}
+)
+"""Paths that change the server's state for everybody, or show everybody's requests in detail."""
 
 MAX_REQUEST_ID_LENGTH = 128
+
+TRACE_HEADERS = ("traceparent", "tracestate")
+"""Where a client says to which trace its request belongs (W3C Trace Context)."""
 
 _LOOPBACK_ONLY = (
     "is open to the loopback interface only; start the server with --admin-api-key to use it from elsewhere."
@@ -50,23 +55,35 @@ class CORS(CORSMiddleware):
 
 class RequestIds:
     """Echoes ``X-Request-Id``, or makes one, and enters the request's context. Only the header and the log:
-    inside, requests have ids of their own."""
+    inside, requests have ids of their own.
 
-    def __init__(self, app: ASGIApp) -> None:
+    Args:
+        on_streams: called when it is known which of the engine's requests answer one.
+    """
+
+    def __init__(self, app: ASGIApp, on_streams: Callable[[RequestContext], None] | None = None) -> None:
         self.app = app
+        self._on_streams = on_streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
+        given_headers = Headers(scope=scope)
+        given = given_headers.get("x-request-id", "")
+        traces = {name: given_headers[name] for name in TRACE_HEADERS if name in given_headers}
         printable = "".join(character for character in given if "!" <= character <= "~")
         request_id = printable[:MAX_REQUEST_ID_LENGTH] or uuid.uuid4().hex
-        enter_request(RequestContext(request_id))
+        path = _path(scope)
+        context = RequestContext(request_id, path, trace_headers=traces, on_streams=self._on_streams)
+        enter_request(context)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if path.startswith(ANTHROPIC_PATHS):
+                    headers["request-id"] = request_id  # the name that Anthropic's clients read
             await send(message)
 
         await self.app(scope, receive, send_with_id)
@@ -95,7 +112,8 @@ class UnexpectedErrors:
 
 
 class ApiKeys:
-    """Lets only requests with a key through (``Authorization: Bearer KEY``).
+    """Lets only requests with a key through (``Authorization: Bearer KEY``, or ``X-Api-Key: KEY`` as
+    Anthropic's clients send it).
 
     Args:
         keys: open every route, but those of :data:`ADMIN_PATHS` where there are admin keys.
@@ -123,10 +141,10 @@ class ApiKeys:
         await (refusal or self.app)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = _path(scope)
         if path in self._open_paths:
             return None
-        given = _given_key(scope)
+        given = given_key(scope)
         # All are compared, whichever matches: time tells nothing.
         is_admin, has_key = _matches(given, self._admin_keys), _matches(given, self._keys)
         if is_admin:
@@ -138,14 +156,22 @@ class ApiKeys:
         return _unauthorized() if self._keys and not has_key else None
 
 
+def _path(scope: Scope) -> str:
+    return scope["path"].removeprefix(scope.get("root_path", ""))
+
+
 def _digests(keys: Iterable[str]) -> list[bytes]:
     return [hashlib.sha256(key.encode()).digest() for key in keys]
 
 
-def _given_key(scope: Scope) -> bytes | None:
+def given_key(scope: Scope) -> bytes | None:
+    """The key that a request brings, if it brings one and no more."""
     given = [value for name, value in scope["headers"] if name == b"authorization"]
-    if len(given) != 1:
+    keys = [value for name, value in scope["headers"] if name == b"x-api-key"]
+    if len(given) + len(keys) != 1:
         return None
+    if keys:
+        return keys[0]
     scheme, _, key = given[0].partition(b" ")
     return key if scheme.lower() == b"bearer" else None
 
@@ -169,7 +195,7 @@ def _is_loopback(scope: Scope) -> bool:
 
 def _unauthorized() -> Response:
     return error_response(
-        "A valid API key is required: send the header Authorization: Bearer KEY.",
+        "A valid API key is required: send the header Authorization: Bearer KEY, or X-Api-Key: KEY.",
         status=401,
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},

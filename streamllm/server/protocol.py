@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -36,6 +37,7 @@ NOT_SUPPORTED_YET: dict[str, tuple[Any, ...]] = {
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
     "prompt_embeds": (),
     "reasoning_effort": (),
     "repetition_detection": (),
@@ -57,7 +59,6 @@ IGNORED = frozenset(
     {
         "guided_decoding_backend",
         "metadata",
-        "parallel_tool_calls",
         "prediction",
         "prompt_cache_key",
         "prompt_cache_retention",
@@ -79,7 +80,19 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
+class ApiRequest(msgspec.Struct, kw_only=True):
+    """A body that somebody else's API defines.
+
+    Attributes:
+        REFUSED: known fields that are not honoured -> the values that change nothing, besides null.
+        IGNORED: fields that change nothing here.
+    """
+
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+
+
+class GenerationRequest(ApiRequest, kw_only=True):
     """What both routes honour. ``None`` stands for a field left out: the model's sampling defaults apply,
     then OpenAI's.
 
@@ -93,6 +106,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     vLLM's ways to look at tokens: ``return_token_ids`` adds the ids of prompt and answer,
     ``return_tokens_as_token_ids`` names each token in the logprobs ``token_id:N``.
     """
+
+    REFUSED = NOT_SUPPORTED_YET
+    IGNORED = IGNORED
 
     model: str | None = None
     n: int | None = None
@@ -138,7 +154,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    """Body of ``POST /v1/chat/completions``."""
+    """Body of ``POST /v1/chat/completions``.
+
+    ``reasoning_effort`` is told to the chat template, which decides what it does with it; ``"none"`` also
+    sets ``enable_thinking`` to false there, any other value to true. ``thinking_token_budget`` (-1 for none)
+    ends the reasoning after so many tokens; ``include_reasoning: false`` leaves it out of the answer.
+    """
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -148,6 +169,12 @@ class ChatRequest(GenerationRequest, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -161,7 +188,19 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class EmbeddingRequest(msgspec.Struct, kw_only=True):
+EMBEDDING_NOT_SUPPORTED_YET: dict[str, tuple[Any, ...]] = {
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "messages": (),
+    "mm_processor_kwargs": ({},),
+    "truncation_side": ("left",),
+}
+"""As ``NOT_SUPPORTED_YET``, of ``/v1/embeddings``."""
+
+EMBEDDING_IGNORED = frozenset({"request_id", "user"})
+
+
+class EmbeddingRequest(ApiRequest, kw_only=True):
     """Body of ``POST /v1/embeddings``; ``input`` is text, token ids, or a list of either.
 
     An embedding is the hidden state of the input's last token, or with ``pooling: "mean"`` the mean over all
@@ -169,6 +208,9 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     (vLLM's newer name: ``use_activation``) is false. ``encoding_format`` is ``"float"``, or ``"base64"`` for
     little-endian float32.
     """
+
+    REFUSED = EMBEDDING_NOT_SUPPORTED_YET
+    IGNORED = EMBEDDING_IGNORED
 
     input: str | list[Any]
     model: str | None = None
@@ -183,28 +225,17 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
 
 
-EMBEDDING_NOT_SUPPORTED_YET: dict[str, tuple[Any, ...]] = {
-    "embed_dtype": ("float32",),
-    "endianness": ("native", "little"),
-    "messages": (),
-    "mm_processor_kwargs": ({},),
-    "truncation_side": ("left",),
-}
-"""As ``NOT_SUPPORTED_YET``, of ``/v1/embeddings``."""
-
-EMBEDDING_IGNORED = frozenset({"request_id", "user"})
-
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-def refused_fields(body_type: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
+def refused_fields(body_type: type[msgspec.Struct]) -> Mapping[str, tuple[Any, ...]]:
     """Known fields that a route cannot honour -> the values that change nothing, besides null."""
-    return EMBEDDING_NOT_SUPPORTED_YET if body_type is EmbeddingRequest else NOT_SUPPORTED_YET
+    return body_type.REFUSED if issubclass(body_type, ApiRequest) else {}
 
 
 def field_support(body_type: type[msgspec.Struct]) -> dict[str, str]:
     """Every known field of a route's body -> ``"honoured"``, ``"not supported yet"`` or ``"ignored"``."""
-    ignored = EMBEDDING_IGNORED if body_type is EmbeddingRequest else IGNORED
+    ignored = body_type.IGNORED if issubclass(body_type, ApiRequest) else ()
     table = dict.fromkeys(refused_fields(body_type), "not supported yet") | dict.fromkeys(ignored, "ignored")
     return table | dict.fromkeys(body_type.__struct_fields__, "honoured")
 

@@ -12,13 +12,14 @@ from starlette.responses import Response
 
 from streamllm.errors import InvalidRequestError
 from streamllm.server.body import decoded, read_body
-from streamllm.server.chat import read_params as chat_params
 from streamllm.server.chat_prompt import chat_prompt
 from streamllm.server.completions import read_params as completion_params
 from streamllm.server.completions import read_prompts
+from streamllm.server.conversation import plan_conversation
 from streamllm.server.generation import ServerState, in_field
 from streamllm.server.protocol import ChatRequest, CompletionRequest
 from streamllm.server.suffix import around_suffix
+from streamllm.server.tools import read_functions
 
 MAX_TEXT = 4_000_000
 """Characters of a text for ``/tokenize``, which need not fit the model's context: some seconds of work."""
@@ -43,6 +44,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -60,6 +62,7 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Either prompt or messages is required, and not both.", param="prompt")
     if body.messages is not None:
+        read_functions(body.tools or [])
         token_ids = (await chat_prompt(server, body, body.messages)).token_ids
     else:
         token_ids = await _encode(server, body.prompt or "", body.add_special_tokens is not False)
@@ -110,34 +113,34 @@ async def render_chat(request: Request) -> Response:
     """What ``/v1/chat/completions`` would give the model for the same body."""
     server: ServerState = request.app.state.server
     body = await decoded(await read_body(request, server.config.max_body_bytes), ChatRequest)
-    server.check_model(body.model)
-    params = chat_params(server, body)
-    rendered = await chat_prompt(server, body, body.messages)
+    model_name = server.name_of(server.check_model(body.model))
+    planned = await plan_conversation(server, body)
+    rendered = planned.prompt
     try:
-        token_ids = await server.engine.check_prompt(rendered.token_ids, params, True)
+        token_ids = await server.engine.check_prompt(rendered.token_ids, planned.params, True)
     except InvalidRequestError as error:
         raise in_field(error, "messages") from None
-    return _json(_prompt(server, rendered.text, token_ids))
+    return _json(_prompt(server, model_name, rendered.text, token_ids))
 
 
 async def render_completion(request: Request) -> Response:
     """What ``/v1/completions`` would give the model for the same body, one entry a prompt."""
     server: ServerState = request.app.state.server
     body = await decoded(await read_body(request, server.config.max_body_bytes), CompletionRequest)
-    server.check_model(body.model)
+    model_name = server.name_of(server.check_model(body.model))
     params = completion_params(server.engine, body)
     prompts = []
     for prompt in await around_suffix(server.engine, body, read_prompts(body.prompt), params):
         token_ids = await server.engine.check_prompt(prompt, params, body.add_special_tokens is not False)
         text = prompt if isinstance(prompt, str) else server.engine.tokenizer.decode(prompt)
-        prompts.append(_prompt(server, text, token_ids))
+        prompts.append(_prompt(server, model_name, text, token_ids))
     return _json({"object": "list", "data": prompts})
 
 
-def _prompt(server: ServerState, text: str, token_ids: list[int]) -> dict[str, Any]:
+def _prompt(server: ServerState, model_name: str, text: str, token_ids: list[int]) -> dict[str, Any]:
     return {
         "object": "prompt",
-        "model": server.model_names[0],
+        "model": model_name,
         "prompt_text": text,
         "prompt_token_ids": token_ids,
         "count": len(token_ids),

@@ -18,6 +18,8 @@ from streamllm.server.access_log import log_to_stdout
 from streamllm.server.app import create_app
 from streamllm.server.generation import ServerState
 from streamllm.server.http_protocol import http_protocol
+from streamllm.server.metrics import full_prefix
+from streamllm.server.tracing import otlp_exporter
 from streamllm.server.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -54,6 +56,9 @@ def serve(engine_factory: Callable[[], AsyncEngine], server_config: ServerConfig
     Raises:
         StreamLLMError: whatever loading raises.
     """
+    if server_config.otlp_traces_endpoint is not None:
+        otlp_exporter(server_config.otlp_traces_endpoint).shutdown()  # says at once what is wrong
+    full_prefix(server_config.metrics_prefix)
     engine = engine_factory()
     calm_garbage_collector()
     log_to_stdout()

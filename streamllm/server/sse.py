@@ -45,17 +45,27 @@ def frame(event: Any) -> bytes:
     return b"data: " + orjson.dumps(event) + b"\n\n"
 
 
+def named_frame(name: str, event: Any) -> bytes:
+    """One event with a name and a JSON payload."""
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(event))
+
+
+def openai_farewell(error: Exception | None) -> bytes:
+    """The last frames of a stream of chunks: what went wrong, if anything did, and ``[DONE]``."""
+    return DONE if error is None else frame(body_of_failure(error)[1]) + DONE
+
+
 class EventStream(Response):
     """Streams frames until they end, the client leaves or stops reading, or the time is over.
 
-    A failure becomes one event ``{"error": ...}``; ``[DONE]`` is always last. A client that does not read is
-    cut
-    off: its connection's buffers are full, so that nothing can be said to it.
+    A failure becomes an event of its own at the end. A client that does not read is cut off: its connection's
+    buffers are full, so that nothing can be said to it.
 
     Args:
         frames: called with a :data:`Write` when the answer has begun; yields whole frames as bytes, and is
             closed in every case.
         release: called once at the end, whatever happened.
+        farewell: what ended the frames, or ``None`` -> the last frames.
     """
 
     media_type = "text/event-stream"
@@ -66,8 +76,10 @@ class EventStream(Response):
         *,
         in_flight: InFlight,
         release: Callable[[], None],
+        farewell: Callable[[Exception | None], bytes] = openai_farewell,
     ) -> None:
         self._frames = frames
+        self._farewell = farewell
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -93,8 +105,7 @@ class EventStream(Response):
             if not self._started:
                 raise
             with suppress(asyncio.TimeoutError):
-                farewell = self._send_end(send, frame(body_of_failure(error)[1]) + DONE)
-                await asyncio.wait_for(farewell, FAREWELL_TIMEOUT)
+                await asyncio.wait_for(self._send_end(send, self._farewell(error)), FAREWELL_TIMEOUT)
         finally:
             self._release()
 
@@ -111,7 +122,7 @@ class EventStream(Response):
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         self._started = True
-        end = DONE
+        failure: Exception | None = None
         try:
             async with aclosing(self._frames(write)) as frames:
                 async for data in frames:
@@ -121,8 +132,8 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                     self._sending_since = None
         except Exception as error:
-            end = frame(body_of_failure(error)[1]) + DONE
-        await self._send_end(send, end)
+            failure = error
+        await self._send_end(send, self._farewell(failure))
 
     @staticmethod
     async def _send_end(send: Send, data: bytes) -> None:

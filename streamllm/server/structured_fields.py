@@ -21,8 +21,11 @@ JSON_SCHEMA_FIELDS = frozenset({"name", "description", "schema", "strict"})
 
 
 def structured_field(request: GenerationRequest) -> str:
-    """The field in which the client wrote its constraint."""
-    return (_given(request) or ["structured_outputs"])[0]
+    """The field in which the client wrote its constraint; ``tools`` where it comes from them."""
+    given = _given(request)
+    if given:
+        return given[0]
+    return "tools" if getattr(request, "tools", None) else "structured_outputs"
 
 
 def structured_outputs(request: GenerationRequest) -> StructuredOutputsParams | None:

@@ -8,32 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from streamllm.errors import InvalidRequestError
+from streamllm.parsers.tools import Tool
 from streamllm.server.protocol import ChatRequest, describe_kind
 
 MAX_TOOLS = 512
 MAX_NAME_LENGTH = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.\-]+")
 _MODES = ("none", "auto", "required")
-
-
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A function that the model may call.
-
-    Attributes:
-        parameters: JSON schema of its arguments, an object's.
-        strict: calls follow the schema even where the model is free to call or not.
-    """
-
-    name: str
-    description: str
-    parameters: dict[str, Any]
-    strict: bool = False
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates print it."""
-        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +28,7 @@ class ToolUse:
         parallel: an answer may hold several calls.
     """
 
-    functions: tuple[Function, ...] = ()
+    functions: tuple[Tool, ...] = ()
     mode: Literal["none", "auto", "required"] = "none"
     named: bool = False
     parallel: bool = True
@@ -73,7 +54,7 @@ def read_tools(request: ChatRequest) -> ToolUse:
         InvalidRequestError: a malformed, repeated or unknown tool, or a choice that needs tools without any;
             ``param`` is its place, such as ``tools[1].function.name``.
     """
-    functions = _functions(request.tools or [])
+    functions = read_functions(request.tools or [])
     parallel = request.parallel_tool_calls is not False
     choice = request.tool_choice
     if choice is None:
@@ -91,10 +72,15 @@ def read_tools(request: ChatRequest) -> ToolUse:
     return ToolUse((function,), "required", named=True, parallel=parallel)
 
 
-def _functions(tools: list[dict[str, Any]]) -> dict[str, Function]:
+def read_functions(tools: list[dict[str, Any]]) -> dict[str, Tool]:
+    """The functions among a request's tools by name.
+
+    Raises:
+        InvalidRequestError: one is malformed or repeated.
+    """
     if len(tools) > MAX_TOOLS:
         raise _wrong("tools", f"has {len(tools)} entries; at most {MAX_TOOLS} are allowed")
-    functions: dict[str, Function] = {}
+    functions: dict[str, Tool] = {}
     for index, tool in enumerate(tools):
         place = f"tools[{index}]"
         function = _function(tool, place)
@@ -106,7 +92,7 @@ def _functions(tools: list[dict[str, Any]]) -> dict[str, Function]:
     return functions
 
 
-def _function(tool: dict[str, Any], place: str) -> Function:
+def _function(tool: dict[str, Any], place: str) -> Tool:
     if tool.get("type", "function") != "function":
         shown = str(tool["type"])[:40]
         raise _wrong(
@@ -129,7 +115,7 @@ def _function(tool: dict[str, Any], place: str) -> Function:
     if strict is not None and not isinstance(strict, bool):
         raise _wrong(f"{place}.strict", f"must be true or false, got {describe_kind(strict)}")
     parameters = _parameters(declared.get("parameters"), f"{place}.parameters")
-    return Function(name, description or "", parameters, bool(strict))
+    return Tool(name, parameters, bool(strict))
 
 
 def _parameters(schema: Any, place: str) -> dict[str, Any]:
@@ -145,7 +131,7 @@ def _parameters(schema: Any, place: str) -> dict[str, Any]:
     return {"type": "object", **schema}
 
 
-def _allowed_tools(choice: dict[str, Any], functions: dict[str, Function], parallel: bool) -> ToolUse:
+def _allowed_tools(choice: dict[str, Any], functions: dict[str, Tool], parallel: bool) -> ToolUse:
     """OpenAI's way to offer all tools in the prompt and to allow some of them."""
     allowed = choice.get("allowed_tools", choice)
     place = "tool_choice.allowed_tools" if "allowed_tools" in choice else "tool_choice"
@@ -157,7 +143,7 @@ def _allowed_tools(choice: dict[str, Any], functions: dict[str, Function], paral
     return ToolUse(tuple({function.name: function for function in chosen}.values()), mode, parallel=parallel)
 
 
-def _known(choice: Any, functions: dict[str, Function], place: str) -> Function:
+def _known(choice: Any, functions: dict[str, Tool], place: str) -> Tool:
     """The function that ``{"type": "function", "function": {"name"}}`` names (Responses: without the inner
     object)."""
     named = choice.get("function", choice) if isinstance(choice, dict) else None
@@ -172,7 +158,7 @@ def _known(choice: Any, functions: dict[str, Function], place: str) -> Function:
     return functions[name]
 
 
-def _check_there_are_tools(functions: dict[str, Function], choice: str) -> None:
+def _check_there_are_tools(functions: dict[str, Tool], choice: str) -> None:
     if choice == "required" and not functions:
         raise _wrong("tool_choice", '"required" needs tools, and there are none')
 

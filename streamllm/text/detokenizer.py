@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Collection
 
 from streamllm.text.tokenizer import Tokenizer
 
@@ -19,11 +20,12 @@ class IncrementalDetokenizer:
     Args:
         tokenizer: gives each token's bytes.
         skip_special_tokens: special tokens add nothing to the text.
+        kept_special_tokens: ids of those that do all the same.
         spaces_between_special_tokens: vLLM's field, for which there is nothing to do: tokens are joined as
             their bytes stand, so special tokens follow each other without spaces either way.
     """
 
-    __slots__ = ("_decoder", "_skip_special_tokens", "_tokenizer")
+    __slots__ = ("_decoder", "_kept", "_skip_special_tokens", "_tokenizer")
 
     def __init__(
         self,
@@ -31,14 +33,16 @@ class IncrementalDetokenizer:
         *,
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
+        kept_special_tokens: Collection[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
+        self._kept = kept_special_tokens
         self._skip_special_tokens = skip_special_tokens
         self._decoder = _Utf8Decoder("replace")
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty inside a character."""
-        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+        if self._skip_special_tokens and self._tokenizer.is_special(token_id) and token_id not in self._kept:
             return ""
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 

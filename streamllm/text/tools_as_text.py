@@ -26,8 +26,8 @@ A call looks like this:
 
 
 def tools_as_text(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
-) -> Sequence[Mapping[str, Any]]:
+    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """The conversation with its tools, calls and results as text. Malformed messages are left to whoever
     checks them.
 

@@ -10,9 +10,10 @@ from helpers.live_server import LiveServer
 
 
 @pytest.fixture(scope="session")
-def shared_server() -> Iterator[LiveServer]:
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """The default model, as anyone may serve it; templates of requests are allowed."""
-    with LiveServer("--trust-request-chat-template") as server:
+    folder = tmp_path_factory.mktemp("data")
+    with LiveServer("--trust-request-chat-template", "--data-dir", str(folder)) as server:
         yield server
     assert server.exit_code == 0
     assert "Traceback" not in server.stderr

@@ -102,6 +102,51 @@ def chat_template(ask):
     assert ask.refusal(chat_template="{{ ''.__class__.__mro__ }}").status_code == 400
 
 
+# -- tools and reasoning -----------------------------------------------------------------------------------
+
+SIDES = {
+    "type": "object",
+    "properties": {"sides": {"enum": [6, 20]}},
+    "required": ["sides"],
+    "additionalProperties": False,
+}
+DIE = {"type": "function", "function": {"name": "throw_die", "parameters": SIDES}}
+
+
+@honoured("tools", "tool_choice", "parallel_tool_calls")
+def tools(ask):
+    plain = ask()
+    assert ask(tools=[DIE], tool_choice="none").prompt_tokens > plain.prompt_tokens
+    assert ask(tools=[], tool_choice="auto").text == plain.text
+    answer = ask(tools=[DIE], tool_choice="required", parallel_tool_calls=False, max_tokens=60)
+    (call,) = answer.choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "throw_die" and answer.finish_reasons == ["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["sides"] in (6, 20)
+    assert ask.refusal(tools=[DIE, DIE]).param == "tools[1].function.name"
+    assert ask.refusal(tool_choice="required").param == "tool_choice"
+    assert ask.refusal(tools=[DIE], parallel_tool_calls="no").param == "parallel_tool_calls"
+
+
+@honoured("reasoning_effort")
+def reasoning_effort(ask):
+    # Templates decide what it does; the default model's ignores it.
+    template = (
+        "{{ messages[0].content }}{% if reasoning_effort == 'low' and enable_thinking %} a a a{% endif %}"
+    )
+    lengths = [ask(chat_template=template, reasoning_effort=each).prompt_tokens for each in ("high", "low")]
+    assert lengths[1] == lengths[0] + 3
+    assert ask(reasoning_effort="low").text == ask().text
+    assert ask.refusal(reasoning_effort="enormous").param == "reasoning_effort"
+
+
+@honoured("include_reasoning", "thinking_token_budget")
+def reasoning(ask):
+    # The default model marks no reasoning: there is none to leave out, and none that a budget could end.
+    assert ask(include_reasoning=False, thinking_token_budget=-1).text == ask().text
+    assert ask.refusal(include_reasoning="no").param == "include_reasoning"
+    assert ask.refusal(thinking_token_budget=100).param == "thinking_token_budget"
+
+
 # -- how many, and how long --------------------------------------------------------------------------------
 
 

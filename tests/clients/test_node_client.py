@@ -1,4 +1,4 @@
-"""The unchanged ``openai`` npm client: ``node/client.test.mjs`` under node's own test runner."""
+"""The unchanged ``openai`` npm client: the scripts in ``node`` under node's own test runner."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BODIES = {"chat": ChatRequest, "completions": CompletionRequest}
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
-    """A folder with the script and the installed client."""
+    """A folder with the scripts and the installed client."""
     if not shutil.which("node") or not shutil.which("npm"):
         pytest.skip("node and npm are not installed")
     folder = tmp_path_factory.mktemp("node")
@@ -54,13 +54,14 @@ def field_requests() -> list[dict]:
     return requests
 
 
-def test_the_npm_client(server, project):
+@pytest.mark.parametrize("script", ["client.test.mjs", "agents.test.mjs"])
+def test_the_npm_client(server, project, script):
     fields = project / "fields.json"
     fields.write_text(json.dumps({"model": MODEL, "fields": field_requests()}), encoding="utf-8")
     done = subprocess.run(
-        ["node", "--test", "client.test.mjs"],
+        ["node", "--test", script],
         cwd=project,
-        env={**os.environ, "SERVER_URL": server.url, "FIELDS": str(fields)},
+        env={**os.environ, "SERVER_URL": server.url, "MODEL": MODEL, "FIELDS": str(fields)},
         capture_output=True,
         text=True,
         timeout=180,

@@ -16,7 +16,7 @@ from streamllm.parsers.call_grammar import CallRules
 from streamllm.parsers.events import collect
 from streamllm.parsers.registry import output_parser, tool_parser
 from streamllm.parsers.tools import Tool
-from streamllm.structured_outputs import StructuredOutputsParams
+from streamllm.structured_outputs import StructuredOutputsParams, Thinking
 
 EOS = 256
 OSLO = ("get_weather", '{"city": "Oslo", "days": 2}')
@@ -284,3 +284,20 @@ def test_names_are_quoted_where_the_format_quotes_them():
     assert grammar.accepts(text)
     reader = tool_parser("hermes")([Tool(name)])
     assert collect(reader.feed(text) + reader.finish(False)).tool_calls[0].name == name
+
+
+def test_an_answer_in_harmony_follows_its_channels_header():
+    parser = tool_parser("openai")
+    specials = {token: EOS + 1 + index for index, token in enumerate(parser.special_tokens)}
+    before = parser.before_answer(CallRules((), special_token_ids=specials))
+    source = constraint_source(StructuredOutputsParams(choice=["yes"]), Thinking(before))
+    tokens = [bytes([byte]) for byte in range(256)] + [b"<eos>", *(t.encode() for t in specials)]
+    vocabulary = Vocabulary(tokens, [EOS, *specials.values()], [EOS]).to_llguidance()
+    grammar = Grammar.__new__(Grammar)
+    grammar.specials = specials
+    grammar.matcher = compile_grammar(vocabulary, to_llguidance(source)).matcher
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    assert grammar.accepts(f"{thought}<|channel|>final<|message|>yes")
+    assert grammar.accepts("<|channel|>final<|message|>yes")
+    assert not grammar.accepts(f"{thought}<|channel|>final<|message|>no")
+    assert not grammar.accepts("yes")

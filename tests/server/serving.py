@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -195,6 +196,8 @@ def run_server(
     ServerConfig's."""
     if isinstance(chat_template, str):
         server_settings["chat_template"] = chat_template
+    folder = tempfile.TemporaryDirectory()
+    server_settings.setdefault("data_dir", folder.name)
     engine, executor = make_engine(
         script=script,
         step_seconds=step_seconds,
@@ -208,3 +211,4 @@ def run_server(
         yield running
     finally:
         running.stop()
+        folder.cleanup()

@@ -15,16 +15,19 @@ from serving import MODEL, run_server
 from streamllm.server.log_stats import describe, log_stats
 
 
-def scrape(server):
-    """name{labels without model_name} -> value."""
+def scrape(server, prefix="streamllm:"):
+    """The engine's samples: name{labels without the model's} -> value."""
     response = httpx.get(server.url + "/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     samples = {}
     for family in text_string_to_metric_families(response.text):
         for sample in family.samples:
-            assert sample.labels.pop("model_name") == MODEL
+            if not sample.name.startswith(prefix):
+                assert sample.name.startswith(("http_", "process_"))
+                continue
+            assert (sample.labels.pop("model_name"), sample.labels.pop("engine")) == (MODEL, "0")
             labels = "".join(f"{{{key}={value}}}" for key, value in sample.labels.items())
-            samples[sample.name.removeprefix("streamllm:") + labels] = sample.value
+            samples[sample.name.removeprefix(prefix) + labels] = sample.value
     return samples
 
 
@@ -69,7 +72,7 @@ def test_gauges_follow_the_engine():
 
 
 def test_waste_and_sharing():
-    with run_server(step_seconds=0.02) as server:
+    with run_server(step_seconds=0.1) as server:
         body = {"prompt": "x" * 32, "max_tokens": 30, "n": 3, "stream": True}
         with httpx.stream("POST", server.url + "/v1/completions", json=body) as response:
             server.wait_for(lambda: server.stats().num_running == 3)

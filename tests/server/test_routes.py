@@ -40,8 +40,9 @@ def test_the_warm_up_is_not_counted():
         stats = server.stats()
         assert (stats.prompt_tokens, stats.generation_tokens, stats.prefix_cache_queries) == (0, 0, 0)
         assert not any(stats.finished.values()) and server.is_idle()
-        assert "e2e_request_latency_seconds_count{model_name" in httpx.get(server.url + "/metrics").text
-        assert 'latency_seconds_count{model_name="fake-model"} 0.0' in httpx.get(server.url + "/metrics").text
+        text = httpx.get(server.url + "/metrics").text
+        assert 'e2e_request_latency_seconds_count{engine="0",model_name="fake-model"} 0.0' in text
+        assert 'iteration_tokens_total_count{engine="0",model_name="fake-model"} 0.0' in text
 
 
 def test_load():
@@ -105,7 +106,7 @@ def test_tokenize_messages(server):
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 30_000}]}, "messages"),
         ({"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
-        ({"messages": MESSAGES, "tools": [{}]}, "tools"),
+        ({"messages": MESSAGES, "tools": [{}]}, "tools[0].function"),
     ],
 )
 def test_refused_by_tokenize(server, body, param):

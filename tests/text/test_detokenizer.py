@@ -67,3 +67,7 @@ def test_special_tokens(byte_level_tokenizer) -> None:
             byte_level_tokenizer, ids, skip_special_tokens=False, spaces_between_special_tokens=spaces
         )
         assert "".join(pieces) == "<|im_start|><|im_start|>hi<think> you<|im_end|>"
+    kept = frozenset([byte_level_tokenizer.token_id("<|im_end|>")])
+    assert (
+        "".join(pieces_of(byte_level_tokenizer, ids, kept_special_tokens=kept)) == "hi<think> you<|im_end|>"
+    )
