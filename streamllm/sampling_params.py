@@ -81,6 +81,7 @@ class SamplingParams:
         logprobs: number of likeliest tokens to report per position (0: only the sampled one), or ``None``.
         prompt_logprobs: the same for the tokens of the prompt; with the first output of a stream.
         detokenize, skip_special_tokens, spaces_between_special_tokens: text assembly.
+        kept_special_tokens: ids of special tokens that stay in the text although others are skipped.
         logit_bias: token id -> what is added to its logit, clamped to [-100, 100].
         allowed_token_ids: the only ids that may be generated.
         bad_words: texts that are not generated, at the start of a word or inside one.
@@ -115,6 +116,7 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    kept_special_tokens: frozenset[int] = frozenset()
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None

@@ -17,25 +17,44 @@ FLAGS = ("disable_any_whitespace", "disable_additional_properties", "disable_fal
 KINDS = {str: "a string", dict: "an object", bool: "a boolean"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Thinking:
-    """Free text that a model writes before its answer, up to the token that ends it. What
-    ``structured_outputs`` asks for begins behind it.
+    """What a model may write before its answer. What ``structured_outputs`` asks for begins behind it.
 
     Attributes:
-        start_token_id: the token with which the model may begin to think; ``None`` where the prompt ends with
-            it already, so that the output always begins with thinking.
-        end_token_id: the token that ends it.
-        budget: tokens between the two at most, after which the end is forced; ``None`` for no limit.
+        rules: a grammar for it, in llguidance's Lark notation with a rule ``before``.
+        is_limited: the grammar matters even where the answer is free.
     """
 
-    start_token_id: int | None
-    end_token_id: int
-    budget: int | None = None
+    rules: str
+    is_limited: bool = False
 
-    def __post_init__(self) -> None:
-        if self.budget is not None:
-            check_integer("thinking_token_budget", self.budget, 0, 2**31 - 1)
+    @classmethod
+    def between_tokens(
+        cls, start_token_id: int | None, end_token_id: int, budget: int | None = None
+    ) -> Thinking:
+        """Any text between two tokens.
+
+        Args:
+            start_token_id: the token with which the model may begin to think; ``None`` where the prompt ends
+                with it already, so that the output always begins with thinking.
+            end_token_id: the token that ends it.
+            budget: tokens between the two at most, after which the end is forced; ``None`` for no limit.
+
+        Raises:
+            InvalidRequestError: ``budget`` is not a number of tokens.
+        """
+        limit, thoughts = "", "thoughts "
+        if budget is not None:
+            budget = check_integer("thinking_token_budget", budget, 0, 2**31 - 1)
+            limit, thoughts = f"[max_tokens={budget}]", "thoughts " if budget else ""
+        before = f"{thoughts}<[{end_token_id}]>"
+        if start_token_id is not None:
+            before = f"(<[{start_token_id}]> {before})?"
+        rules = [f"before: {before}"]
+        if thoughts:
+            rules.append(rf"thoughts{limit}: /(.|\n)*/")
+        return cls("\n".join(rules), is_limited=budget is not None)
 
 
 @dataclass(slots=True, kw_only=True)
