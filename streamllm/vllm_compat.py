@@ -53,7 +53,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 UNSUPPORTED = frozenset(
     """
     allowed_local_media_path allowed_media_domains api_server_count attention_backend attention_config
-    code_revision collect_detailed_traces config cudagraph_metrics data_parallel_backend
+    code_revision collect_detailed_traces cudagraph_metrics data_parallel_backend
     data_parallel_external_lb data_parallel_hybrid_lb decode_context_parallel_size
     disable_hybrid_kv_cache_manager enable_eplb enable_expert_parallel enable_force_include_usage
     enable_log_deltas enable_log_outputs enable_mfu_metrics enable_prompt_embeds enable_ssl_refresh

@@ -86,7 +86,8 @@ def drop_other_flags(arguments: list[str], parser: argparse.ArgumentParser) -> l
         if argument == "--":
             kept.extend(arguments[index - 1 :])
             break
-        if not flag.startswith("-") or flag == "-" or _is_negative_number(flag) or flag in known:
+        is_flag = flag.startswith("-") and flag != "-" and " " not in flag and not _is_negative_number(flag)
+        if not is_flag or _is_known(flag, known):
             kept.append(argument)
             continue
         name = flag.lstrip("-").replace("-", "_")
@@ -94,7 +95,7 @@ def drop_other_flags(arguments: list[str], parser: argparse.ArgumentParser) -> l
         negated = name.startswith("no_") and name[3:] in NEUTRAL
         name = name[3:] if negated else name
         if name not in NEUTRAL and name not in UNSUPPORTED:
-            raise ConfigError(f"unknown flag {flag}.{_suggestion(flag, known)}")
+            raise ConfigError(f"unknown flag {flag}.{_suggestion(flag, known, parser.prog)}")
         is_switch = name in NEUTRAL and any(isinstance(v, bool) for v in NEUTRAL[name])
         if negated:
             check_other_setting(name, False)
@@ -117,9 +118,14 @@ def _typed(name: str, text: str) -> Any:
     return text
 
 
-def _suggestion(flag: str, known: Iterable[str]) -> str:
+def _is_known(flag: str, known: Collection[str]) -> bool:
+    """Whether it is a flag of the parser's, or a one-letter one with its value (``-oFILE``)."""
+    return flag in known or (flag[1] != "-" and flag.lstrip("-") not in SHORT_FLAGS and flag[:2] in known)
+
+
+def _suggestion(flag: str, known: Iterable[str], program: str) -> str:
     close = difflib.get_close_matches(flag, list(known), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]}?" if close else " See streamllm serve --help."
+    return f" Did you mean {close[0]}?" if close else f" See {program} --help."
 
 
 def _is_negative_number(text: str) -> bool:

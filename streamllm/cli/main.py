@@ -8,10 +8,25 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from streamllm import __version__
-from streamllm.cli import collect_env, models, plan, pull, run_batch, serve, tune_gpu
+from streamllm.cli import (
+    chat,
+    collect_env,
+    complete,
+    completion,
+    models,
+    plan,
+    pull,
+    run_batch,
+    serve,
+    tune_gpu,
+)
+from streamllm.cli.help_topics import EPILOG, format_topic, help_topic
 from streamllm.errors import ConfigError, StreamLLMError
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "serve": serve.run,
+    "chat": chat.run,
+    "complete": complete.run,
     "pull": pull.run,
     "list": models.run_list,
     "remove": models.run_remove,
@@ -19,7 +34,11 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "run-batch": run_batch.run,
     "collect-env": collect_env.run,
     "tune-gpu": tune_gpu.run,
+    "completion": completion.run,
 }
+
+_CONFIGURABLE = ("serve", "chat", "complete", "run-batch")
+"""Commands that take ``--config``, and vLLM's flags that change nothing."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,9 +60,11 @@ def build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         help="serve a model over an OpenAI-compatible HTTP API",
         description="Serve a model over an OpenAI-compatible HTTP API. With no model named, "
         "SmolLM2-135M-Instruct is fetched once and served.",
+        epilog=EPILOG,
         allow_abbrev=False,
     )
     serve.add_arguments(serve_parser)
+    _add_talking_commands(commands)
     _add_model_commands(commands)
     run_batch.add_arguments(
         commands.add_parser(
@@ -71,7 +92,27 @@ def build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
             allow_abbrev=False,
         )
     )
+    completion.add_arguments(
+        commands.add_parser(
+            "completion",
+            help="print a script that completes commands and flags in a shell",
+            description="Print a script that completes commands, flags and their values: "
+            "source <(streamllm completion bash), the same with zsh, or streamllm completion fish | source.",
+            allow_abbrev=False,
+        )
+    )
     return parser, serve_parser
+
+
+def _add_talking_commands(commands: Any) -> None:
+    for name, add_arguments, help_text, more in (
+        ("chat", chat.add_arguments, "talk with a model in the terminal",
+         "With a server (--url), or with an engine in this process. Lines of a pipe are asked in turn."),
+        ("complete", complete.add_arguments, "let a model continue texts",
+         "By a server (--url), or by an engine in this process. Each line is a text of its own."),
+    ):  # fmt: skip
+        description = f"{help_text[0].upper()}{help_text[1:]}. {more}"
+        add_arguments(commands.add_parser(name, help=help_text, description=description, allow_abbrev=False))
 
 
 def _add_model_commands(commands: Any) -> None:
@@ -96,11 +137,16 @@ def main(arguments: list[str] | None = None) -> int:
         0; 1 for a model or a server that could not run; 2 for a command line that could not be understood.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser, serve_parser = build_parser()
+    parser, _ = build_parser()
     try:
-        if arguments[:1] == ["serve"]:
-            options = serve_parser.parse_args(serve.prepare(arguments[1:], serve_parser))
-            return serve.run(options)
+        command = arguments[0] if arguments else None
+        if (topic := help_topic(arguments)) is not None:
+            print(format_topic(completion.innermost_parser(parser, arguments), topic), end="")
+            return 0
+        if command in _CONFIGURABLE:
+            own_parser = completion.subparsers_of(parser)[command]
+            options = own_parser.parse_args(serve.prepare(arguments[1:], own_parser))
+            return _COMMANDS[command](options)
         options = parser.parse_args(arguments)
         if options.command in _COMMANDS:
             return _COMMANDS[options.command](options)

@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 import orjson
 
 from streamllm.cli.arguments import add_settings, engine_settings, settings_from
+from streamllm.cli.config_file import add_config_argument
 from streamllm.cli.serve import read_chat_template
 from streamllm.config import EngineConfig, ServerConfig
 from streamllm.errors import ConfigError, EngineDeadError
@@ -62,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "standard output",
     )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="begin afresh if the output file is there")
+    add_config_argument(parser)
     add_settings(parser, EngineConfig, "engine (as for serve)")
     add_settings(parser, ServerConfig, "requests (as for serve)", only=_REQUEST_SETTINGS)
 

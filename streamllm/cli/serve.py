@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from streamllm.cli.arguments import add_settings, drop_other_flags, engine_settings, settings_from
+from streamllm.cli.config_file import add_config_argument, expand_config
 from streamllm.config import EngineConfig, ServerConfig
 from streamllm.errors import ConfigError, ModelLoadError
 
@@ -20,29 +21,34 @@ API_KEY_VARIABLES = ("STREAMLLM_API_KEY", "VLLM_API_KEY")
 
 
 _CONTROL_CHARACTERS = [*range(9), *range(11, 32), *range(127, 160), 0x2028, 0x2029]
+_ESCAPES = {code: ascii(chr(code))[1:-1] for code in _CONTROL_CHARACTERS}
+
+
+def escape_control_characters(text: str) -> str:
+    """``text`` such that it cannot steer a terminal; line ends and tabs stay."""
+    return text.translate(_ESCAPES)
 
 
 class EscapingFormatter(logging.Formatter):
-    """Shows control characters as escapes, for what a client has sent may turn up in an error's text and
-    steer the terminal. Line ends and tabs stay: tracebacks have them."""
-
-    _escapes = {code: ascii(chr(code))[1:-1] for code in _CONTROL_CHARACTERS}
+    """Shows control characters as escapes, for what a client has sent may turn up in an error's text."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return super().format(record).translate(self._escapes)
+        return escape_control_characters(super().format(record))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model_positional", nargs="?", metavar="MODEL", help="as --model; SmolLM2-135M-Instruct if left out"
     )
+    add_config_argument(parser)
     add_settings(parser, EngineConfig, "engine")
     add_settings(parser, ServerConfig, "server")
 
 
 def prepare(arguments: list[str], parser: argparse.ArgumentParser) -> list[str]:
-    """The arguments that ``parser`` knows; see :func:`drop_other_flags`."""
-    return drop_other_flags(arguments, parser)
+    """The arguments that ``parser`` knows, those of ``--config`` among them; see :func:`drop_other_flags` and
+    :func:`expand_config`."""
+    return expand_config(drop_other_flags(arguments, parser), parser)
 
 
 def run(options: argparse.Namespace) -> int:
