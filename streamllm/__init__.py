@@ -21,6 +21,7 @@ _PUBLIC = {
     "BeamSearchOutput": "streamllm.outputs",
     "PoolingParams": "streamllm.pooling_params",
     "EmbeddingRequestOutput": "streamllm.outputs",
+    "ScoringRequestOutput": "streamllm.outputs",
     "LoRARequest": "streamllm.lora.request",
 }
 
@@ -35,6 +36,7 @@ __all__ = [
     "PoolingParams",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "__version__",
 ]
@@ -43,7 +45,13 @@ if TYPE_CHECKING:
     from streamllm.engine.async_engine import AsyncEngine
     from streamllm.llm import LLM
     from streamllm.lora.request import LoRARequest
-    from streamllm.outputs import BeamSearchOutput, CompletionOutput, EmbeddingRequestOutput, RequestOutput
+    from streamllm.outputs import (
+        BeamSearchOutput,
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        RequestOutput,
+        ScoringRequestOutput,
+    )
     from streamllm.pooling_params import PoolingParams
     from streamllm.sampling_params import BeamSearchParams, SamplingParams
     from streamllm.structured_outputs import StructuredOutputsParams

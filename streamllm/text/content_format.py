@@ -23,6 +23,14 @@ class ContentFormat:
     string: bool
 
 
+CONTENT_FORMATS = {
+    "auto": None,
+    "string": ContentFormat(parts=False, string=True),
+    "openai": ContentFormat(parts=True, string=False),
+}
+"""vLLM's names: of plain strings, of lists of parts, and of whatever the template looks made for."""
+
+
 def detect_content_format(template: nodes.Template) -> ContentFormat:
     """The content format of a parsed template."""
     names = _Names(template)

@@ -25,9 +25,7 @@ A call looks like this:
 </tool_call>"""
 
 
-def tools_as_text(
-    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+def tools_as_text(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The conversation with its tools, calls and results as text. Malformed messages are left to whoever
     checks them.
 

@@ -80,6 +80,34 @@ def test_the_default_model_packed(reference):
     llm.shutdown()
 
 
+def test_scores_are_the_cosines_of_transformers_states(tmp_path):
+    path = make_tiny_model(tmp_path, "llama")
+    reference = load_transformers(path)
+    with LLM(str(path), dtype="float32", max_model_len=512) as llm:
+        ids = [output.prompt_token_ids for output in llm.embed(TEXTS)]
+        for pooling, params in RAW.items():
+            states = [reference_embedding(reference, each, pooling) for each in ids]
+            for first, second, pairs in (
+                (TEXTS[0], TEXTS[1], [(0, 1)]),
+                (TEXTS[0], TEXTS, [(0, 0), (0, 1), (0, 2), (0, 3)]),
+                (TEXTS[:2], [{"prompt_token_ids": ids[2]}, TEXTS[3]], [(0, 2), (1, 3)]),
+            ):
+                outputs = llm.score(first, second, pooling_params=params)
+                expected = [similarity(states[i], states[j]) for i, j in pairs]
+                np.testing.assert_allclose([output.outputs.score for output in outputs], expected, atol=1e-5)
+                assert [output.prompt_token_ids for output in outputs] == [ids[i] + ids[j] for i, j in pairs]
+        assert llm.score("x", "x")[0].outputs.score == pytest.approx(1)
+        for first, second, words in (
+            (TEXTS[:2], TEXTS[:3], "2 texts and text_2 3"),
+            (TEXTS[:2], "x", "2 texts and text_2 1"),
+            ([], "x", "at least one"),
+            ("x", [], "at least one"),
+            ("x", ["y", ""], r"prompt\[2\]"),
+        ):
+            with pytest.raises(InvalidRequestError, match=words):
+                llm.score(first, second)
+
+
 def embeddings_of(llm: LLM, prompts: list, params) -> list[list[float]]:
     outputs = llm.embed(prompts, pooling_params=params, use_tqdm=False)
     return [output.outputs.embedding for output in outputs]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import threading
+from pathlib import Path
 
 import pytest
 
 from streamllm import LLM, SamplingParams
-from streamllm.errors import ConfigError, InvalidRequestError
+from streamllm.errors import ConfigError, EngineDeadError, InvalidRequestError
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +144,110 @@ def test_lower_priorities_run_first():
     # The first runs already when the others come.
     assert sorted(range(1, 4), key=ends.__getitem__) == [3, 1, 2]
     llm.shutdown()
+
+
+# -- chat templates and the tokenizer ----------------------------------------------------------------------
+
+CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 2?"}]
+TOOL = {"type": "function", "function": {"name": "add_up", "parameters": {"type": "object"}}}
+ONE = SamplingParams(temperature=0, max_tokens=1)
+
+
+def test_the_tokenizer_writes_the_prompts_of_chat(llm):
+    tokenizer = llm.get_tokenizer()
+    for options in (
+        {},
+        {"tools": [TOOL]},
+        {
+            "chat_template": "{{ messages[-1].content }}: {{ colour }}",
+            "chat_template_kwargs": {"colour": "red"},
+        },
+        {"add_generation_prompt": False, "continue_final_message": True},
+    ):
+        (output,) = llm.chat(CONVERSATION, ONE, **options)
+        variables = options.pop("chat_template_kwargs", {})
+        options.setdefault("add_generation_prompt", True)
+        ids = tokenizer.apply_chat_template(CONVERSATION, **options, **variables)
+        assert ids == output.prompt_token_ids
+        text = tokenizer.apply_chat_template(CONVERSATION, **options, **variables, tokenize=False)
+        assert tokenizer.decode(ids) == text and "What is 2 + 2?" in text
+        assert ("add_up" in text) == ("tools" in options) and ("red" in text) == bool(variables)
+
+
+def test_the_tokenizer_has_the_names_and_defaults_of_transformers(llm):
+    tokenizer = llm.get_tokenizer()
+    ids = [*tokenizer.encode("Hello there"), tokenizer.eos_token_id]
+    assert tokenizer.decode(ids) == "Hello there<|im_end|>"
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "Hello there"
+    assert tokenizer.decode(tokenizer.eos_token_id) == "<|im_end|>"
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == tokenizer.eos_token_id
+    assert tokenizer.convert_tokens_to_ids(["<|im_end|>", "no such token"]) == [tokenizer.eos_token_id, None]
+    assert len(tokenizer) == tokenizer.vocab_size == 49152
+    assert "messages" in tokenizer.chat_template
+
+
+def test_the_content_format_is_what_the_template_gets(llm):
+    template = "{{ messages[0].content is string }}"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    shown = {}
+    for name in ("auto", "string", "openai"):
+        (output,) = llm.chat(parts, ONE, chat_template=template, chat_template_content_format=name)
+        shown[name] = llm.get_tokenizer().decode(output.prompt_token_ids)
+    assert shown == {"auto": "True", "string": "True", "openai": "False"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tools": [{"type": "function"}]}, r"tools\[0\]"),
+        ({"tools": "add_up"}, "tools must be a list"),
+        ({"chat_template_content_format": "parts"}, "one of auto, string, openai"),
+        ({"chat_template": "{% if %}"}, "not valid Jinja"),
+        ({"chat_template_kwargs": {"messages": []}}, "must not set messages"),
+    ],
+)
+def test_chats_that_are_refused(llm, options, words):
+    with pytest.raises(InvalidRequestError, match=words):
+        llm.chat(CONVERSATION, ONE, **options)
+
+
+# -- the end -----------------------------------------------------------------------------------------------
+
+
+def test_a_context_manager_closes_once_and_for_all():
+    with LLM(max_model_len=512) as llm:
+        tokenizer = llm.get_tokenizer()
+        failed = []
+
+        def generate() -> None:
+            try:
+                llm.generate(["x"] * 3, SamplingParams(max_tokens=400, ignore_eos=True))
+            except EngineDeadError as error:
+                failed.append(error)
+
+        other = threading.Thread(target=generate)
+        other.start()
+        while not llm.stats().num_running:
+            pass
+    other.join(timeout=10)
+    assert not other.is_alive() and len(failed) == 1
+    llm.close()
+    llm.shutdown()
+    with pytest.raises(EngineDeadError, match="make a new one"):
+        llm.generate("x")
+    assert tokenizer.decode(tokenizer.encode("still here")) == "still here"
+
+
+def test_vllms_module_path():
+    from streamllm.entrypoints.llm import LLM as under_vllms_path
+
+    assert under_vllms_path is LLM
+
+
+async def test_the_readmes_example_of_the_engine_in_another_program(capsys):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (example,) = (code for code in re.findall(r"```python\n(.*?)```", readme, re.S) if "aclosing" in code)
+    program: dict = {}
+    exec(example, program)
+    await program["main"]()
+    assert len(capsys.readouterr().out) > 20 and not program["engine"].is_healthy

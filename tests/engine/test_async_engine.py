@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 
 import pytest
@@ -122,6 +123,38 @@ async def test_leaving_generate_early_aborts(engine):
         break
     await all_quiet(engine)
     assert engine.stats().finished["abort"] <= 1
+
+
+async def test_generate_takes_the_options_of_a_request_and_aborts_when_closed_or_cancelled(engine):
+    long = params(max_tokens=200)
+    outputs = engine.generate("hello", long, request_id="mine", priority=3, cache_salt="salt")
+    async with contextlib.aclosing(outputs):
+        assert (await anext(outputs)).request_id == "mine"
+        with pytest.raises(InvalidRequestError, match="'mine' is running"):
+            await anext(engine.generate("hello", long, request_id="mine"))
+    assert engine.stats().finished["abort"] == 1
+
+    async def read() -> None:
+        async for _ in engine.generate("hello", long):
+            started.set()
+
+    started = asyncio.Event()
+    reader = asyncio.create_task(read())
+    await started.wait()
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    await all_quiet(engine)
+    assert engine.stats().finished["abort"] == 2
+    whole = [output async for output in engine.generate("hello", params(), "again")]
+    assert "".join(output.outputs[0].text for output in whole) == text_after("hello", 20)
+
+
+async def test_checking_requests_queues_none(engine):
+    assert await engine.check_requests(["ab", [1, 2]], [params()] * 2) == [[97, 98], [1, 2]]
+    with pytest.raises(InvalidRequestError, match=r"prompt\[1\]"):
+        await engine.check_requests(["ab", ""], [params()] * 2)
+    assert engine.stats().num_steps == 0 and not engine.live_requests()
 
 
 async def test_200_requests_cut_off_at_random_moments_leave_nothing(engine):
