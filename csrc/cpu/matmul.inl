@@ -79,7 +79,7 @@ inline void add_products(const LinearTile<W>& tile, Vec16 (&sum)[ROWS][SLICES]) 
 template <int ROWS, int SLICES>
 inline void add_products(const LinearTile<Float8E4M3>& tile, Vec16 (&sum)[ROWS][SLICES]) {
   constexpr int kPanels = (SLICES + 1) / 2, kColumns = SLICES > 1 ? kPanelColumns : 16;
-  constexpr int64_t kSteps = 32, kPrefetched = 128 * kPanelColumns;
+  constexpr int64_t kSteps = 32, kPrefetched = 64 * kPanelColumns;
   alignas(64) Half halves[kPanels][kSteps][kColumns];
   for (int64_t begin = 0; begin < tile.depth; begin += kFloat8Block) {
     const int64_t end = tile.depth - begin < kFloat8Block ? tile.depth : begin + kFloat8Block;

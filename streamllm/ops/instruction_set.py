@@ -21,7 +21,13 @@ _MULTIPLY_ADDS = {
     "avx2": "float32 FMA on 256 bits",
     "portable": "float32 products and sums, as the compiler vectorises them",
 }
-_PLAIN = frozenset({"float32", "float16", "bfloat16"})
+_FLOATS = {
+    "float32": "",
+    "float16": "16 bits widened in registers, ",
+    "bfloat16": "16 bits widened in registers, ",
+    "float8_e4m3": "8 bits widened in the first-level cache, ",
+}
+"""Formats whose products take activations as float32, and how they become that themselves."""
 _AVX2_FLAGS = ("avx2", "fma", "f16c")
 
 
@@ -80,7 +86,6 @@ def _why(name: str, supported: tuple[str, ...]) -> str:
 
 
 def _kernel(stored_as: str, name: str) -> str:
-    if stored_as not in _PLAIN:
+    if stored_as not in _FLOATS:
         return f"packed; activations in 8 bits, {_DOT_PRODUCTS[name]}"
-    widened = "" if stored_as == "float32" else "16 bits widened in registers, "
-    return f"packed; {widened}{_MULTIPLY_ADDS[name]}"
+    return f"packed; {_FLOATS[stored_as]}{_MULTIPLY_ADDS[name]}"

@@ -67,7 +67,7 @@ from streamllm.server.responses.store import ResponseStore
 from streamllm.server.tracing import RequestTracer, otlp_exporter
 from streamllm.text.chat_renderer import ChatRenderer
 from streamllm.text.chat_template import ChatTemplate
-from streamllm.text.content_format import ContentFormat
+from streamllm.text.content_format import CONTENT_FORMATS
 
 if TYPE_CHECKING:
     from streamllm.config import ServerConfig
@@ -79,12 +79,6 @@ logger = logging.getLogger("streamllm.server")
 SECONDS_A_DAY = 86400.0
 WARM_UP_TIMEOUT = 30.0
 """Seconds that the start waits for a first token. Without one the server answers, but is not ready."""
-
-CONTENT_FORMATS = {
-    "auto": None,
-    "string": ContentFormat(parts=False, string=True),
-    "openai": ContentFormat(parts=True, string=False),
-}
 
 
 def create_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:

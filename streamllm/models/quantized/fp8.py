@@ -241,7 +241,7 @@ def _block(path: Path, field: str, value: Any) -> Block | None:
     return sizes[0], sizes[1]
 
 
-def _float8_groups(quantization: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def _float8_groups(quantization: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Of compressed-tensors: by its name, how a config group of 8-bit floats quantises its weights."""
     groups = quantization.get("config_groups")
     found = {}

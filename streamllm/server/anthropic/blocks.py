@@ -35,7 +35,8 @@ class BlockWriter:
                     empty = {"type": "thinking", "thinking": "", "signature": ""}
                     yield from self._add("thinking", text, empty, "thinking_delta")
                 case ToolCallStart(_, call_id, name):
-                    block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+                    own_id = f"toolu_{call_id.removeprefix('chatcmpl-tool-')}"
+                    block = {"type": "tool_use", "id": own_id, "name": name, "input": {}}
                     yield from self._begin(block)
                 case ToolCallArguments(_, text):
                     self._arguments.append(text)

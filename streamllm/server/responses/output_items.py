@@ -47,7 +47,7 @@ class ItemWriter:
                             "id": _make_id("fc"),
                             "type": "function_call",
                             "status": "in_progress",
-                            "call_id": call_id,
+                            "call_id": f"call_{call_id.removeprefix('chatcmpl-tool-')}",
                             "name": name,
                             "arguments": "",
                         }

@@ -202,8 +202,8 @@ def test_models_compute_what_transformers_does_with_their_values(tmp_path, case,
     with torch.no_grad():
         expected = [reference(torch.tensor([prompt])).logits[0, -1].numpy() for prompt in prompts]
     np.testing.assert_allclose(logits["float32"], expected, atol=1e-4)
-    # Packed or not, the kernel multiplies the same numbers in the same order.
-    np.testing.assert_array_equal(logits["packed"], logits["float32"])
+    # Activations are float32 there too.
+    np.testing.assert_allclose(logits["packed"], expected, atol=1e-4)
 
 
 def test_transformers_reads_the_same(tmp_path):
@@ -223,7 +223,7 @@ def test_transformers_reads_the_same(tmp_path):
         np.testing.assert_allclose(checkpoint.read(name), read[name].float().numpy(), rtol=2**-7, atol=1e-6)
 
 
-def test_memory_is_an_eighth_more_than_a_byte_an_element(tmp_path):
+def test_memory_is_a_byte_an_element_and_the_scales(tmp_path):
     values = save(tmp_path, CASES["deepseek"])
     _, checkpoint = load(tmp_path / "fp8")
     elements = sum(value.numel() for value in values.values())
