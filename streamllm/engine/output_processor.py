@@ -39,6 +39,7 @@ class OutputProcessor:
     ) -> None:
         self._events = events
         self._delivery = Delivery(0.0)
+        self._gaps = self._delivery.gaps
         self.counters = Counters()
         self._tokenizer = tokenizer
         self._finish = finish
@@ -48,6 +49,7 @@ class OutputProcessor:
         """Deliver a step's updates. A sequence aborted since then gets nothing more."""
         now = time.monotonic()
         delivery = self._delivery = Delivery(now)
+        self._gaps = delivery.gaps
         for update in updates:
             if update.sequence.finish_reason == "abort":
                 continue
@@ -81,8 +83,7 @@ class OutputProcessor:
         if not request.prompt_only:
             self._note_times(request, now)
             if last := sequence.last_token_time:
-                gaps = self._delivery.gaps
-                gaps[last] = gaps.get(last, 0) + 1
+                self._gaps[last] += 1
             sequence.last_token_time = now
         delta = CompletionOutput(
             index=sequence.choice_index,

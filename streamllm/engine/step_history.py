@@ -6,7 +6,7 @@ up here by time when somebody asks, so that no request costs a step anything.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -82,7 +82,7 @@ class Delivery:
     """
 
     time: float
-    gaps: dict[float, int] = field(default_factory=dict)
+    gaps: defaultdict[float, int] = field(default_factory=lambda: defaultdict(int))
     first_tokens: list[float] = field(default_factory=list)
 
 
