@@ -161,6 +161,7 @@ def test_an_engine_that_dies(monkeypatch, files, capsys):
     assert "the engine died: the test wants it" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_with_the_default_model(default_model_path, tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     body = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 16, "temperature": 0}

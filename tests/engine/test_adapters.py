@@ -65,7 +65,7 @@ def named(name: str, folder="") -> LoRARequest:
     return LoRARequest(name, 1, str(folder))
 
 
-@with_engine
+@with_engine(step_seconds=0.02)
 async def test_base_and_adapters_at_once(engine, tmp_path):
     requests = [None, *(named(text, write_adapter(tmp_path / text, text)) for text in "abcd")]
     outputs = await asyncio.gather(*(generate(engine, request) for request in requests))

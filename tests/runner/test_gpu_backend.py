@@ -84,7 +84,7 @@ def test_an_8_bit_cache_is_close():
 
 
 def test_a_cache_of_another_precision_is_refused():
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype on a GPU must be one of .*fp8, got 'int4'"):
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype on a GPU must be one of .*fp8.*int8, got 'int4'"):
         make_runner(backend="gpu", kv_cache_dtype="int4")
 
 

@@ -103,6 +103,7 @@ def test_matrices_of_other_layouts(family, tmp_path, monkeypatch):
     check_against_merged(Folder(tmp_path, family), "gpu-graphs")
 
 
+@pytest.mark.slow
 def test_triton_kernels_with_graphs(llama):
     pytest.importorskip("triton")
     from helpers.triton_device import DEVICE

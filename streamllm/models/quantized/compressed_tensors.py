@@ -11,6 +11,7 @@ How activations were meant to be quantised does not matter here: products round 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ from streamllm.models.stored_layout import Sources
 
 if TYPE_CHECKING:
     from streamllm.models.checkpoint import Checkpoint
+
+logger = logging.getLogger("streamllm.models")
 
 _FORMATS = (
     "pack-quantized",
@@ -166,9 +169,9 @@ def _is_linear(target: str, module: str) -> bool:
 def _refuse_what_is_more(fields: ConfigFields) -> None:
     """Refuses what is stored, or must be computed, in another way."""
     if fields.get("kv_cache_scheme"):
-        raise ModelLoadError(
-            f"{fields.path}: a kv_cache_scheme (a KV cache with the checkpoint's own scales) is not "
-            "supported. Use a checkpoint without one; --kv-cache-dtype int8 quantises the cache by itself."
+        logger.info(
+            "%s: its kv_cache_scheme and scales for the KV cache are left aside; --kv-cache-dtype decides",
+            fields.path,
         )
     sparsity = fields.get("sparsity_config") or {}
     kind = sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity

@@ -57,7 +57,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (compressed({"group_size": None}), "has the strategy 'group' and no group_size"),
     (compressed({"symmetric": "no"}), "symmetric must be true or false"),
     (compressed(format="marlin-24"), "in the format 'marlin-24' is not supported"),
-    (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme .* not supported. .*--kv-cache-dtype"),
     (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparse weights .*'sparse-24-bitmask'"),
     (compressed(transform_config={"config_groups": {"a": {}}}), "a transform_config .* is not supported"),
     (compressed(config_groups={}), "config_groups must be an object with at least one group"),
@@ -73,6 +72,14 @@ def test_what_the_config_says(tmp_path: Path, config: dict[str, Any], message: s
     edit_config(tmp_path, quantization_config=config)
     with pytest.raises(ModelLoadError, match=message):
         open_folder(tmp_path)
+
+
+def test_scales_for_the_kv_cache_are_left_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_tiny_model(tmp_path)
+    edit_config(tmp_path, quantization_config=compressed(kv_cache_scheme={"num_bits": 8}))
+    with caplog.at_level("INFO", "streamllm.models"):
+        open_folder(tmp_path)
+    assert "--kv-cache-dtype decides" in caplog.text
 
 
 def test_models_that_run_through_transformers(tmp_path: Path) -> None:

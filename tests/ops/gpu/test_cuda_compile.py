@@ -13,13 +13,10 @@ from helpers import cuda_compile
 from helpers.cuda_compile import TARGETS
 from helpers.cuda_emulation import emulated
 
-FIRST, *OTHERS = TARGETS
 
-
+@pytest.mark.slow
 @pytest.mark.skipif(cuda_compile.nvcc() is None, reason="nvcc is not installed")
-@pytest.mark.parametrize(
-    "target", [FIRST, *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)]
-)
+@pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile_into_what_the_table_says(target):
     found = cuda_compile.resources(target)
     table = cuda_compile.read_table()

@@ -13,7 +13,6 @@ from helpers.triton_resources import ARCHITECTURES, COMPILERS, Resources
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-slow = pytest.mark.slow
 NEVER_SPILL = {"prefill_kernel", "decode_kernel", "combine_kernel", "shrink_kernel", "expand_kernel"}
 
 
@@ -24,14 +23,9 @@ def check_limits(architecture: str, kernels: Resources) -> None:
             assert taken["spills"] == 0, name
 
 
-@pytest.mark.parametrize(
-    ("architecture", "compiler"),
-    [
-        (ARCHITECTURES[0], COMPILERS[0]),
-        *(pytest.param(other, COMPILERS[0], marks=slow) for other in ARCHITECTURES[1:]),
-        *(pytest.param(every, COMPILERS[1], marks=slow) for every in ARCHITECTURES),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kernels_compile_into_what_the_table_says(architecture, compiler):
     found = triton_resources.compiled(compiler, architecture)
     table = triton_resources.read_table()
