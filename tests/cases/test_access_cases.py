@@ -33,7 +33,8 @@ def routes(strict_server) -> list[tuple[str, str]]:
         [(b"authorization", b"Basic " + KEY)],
         [(b"authorization", KEY)],
         [(b"authorization", b"Bearer wrong"), (b"authorization", b"Bearer " + KEY)],
-        [(b"x-api-key", KEY)],
+        [(b"x-api-key", KEY + b"x")],
+        [(b"x-api-key", KEY), (b"authorization", b"Bearer wrong")],
     ],
 )
 def test_a01_every_route_but_the_open_ones_wants_the_key(strict_server, routes, headers):
@@ -43,6 +44,9 @@ def test_a01_every_route_but_the_open_ones_wants_the_key(strict_server, routes, 
             response = client.request(method, path, headers=headers)
             if path in OPEN:
                 assert response.status_code == 200
+            elif path.startswith("/v1/messages"):  # Anthropic's shape
+                assert response.status_code == 401
+                assert response.json()["error"]["type"] == "authentication_error"
             else:
                 check_error(response, 401)
 

@@ -107,7 +107,9 @@ def test_gauges_return_to_zero_when_all_leave():
             reasons = [
                 samples[f"num_requests_waiting_by_reason{{reason={r}}}"] for r in ("capacity", "deferred")
             ]
-            assert sum(reasons) == samples["num_requests_waiting"] == 16
+            assert sum(reasons) == samples["num_requests_waiting"]
+            # Some may just have been preempted.
+            assert samples["num_requests_waiting"] + samples["num_requests_running"] == 20
         server.wait_idle(timeout=1.0)
         samples = scrape(server)
         assert [samples[name] for name in GAUGES] == [0] * len(GAUGES)
