@@ -86,6 +86,7 @@ def test_no_call_is_made_of_a_text_that_looks_like_one(client, tools):
     assert whole_and_streamed(client, **given, extra_body=forced) == ("stop", text, [])
 
 
+@pytest.mark.slow
 def test_parallel_calls(client):
     """Of six answers that are drawn hot, some make several calls; each is in its own choice, in order."""
     request = {**CHAT, "tools": TOOLS, "tool_choice": "required", "temperature": 1.3, "seed": 3, "n": 6}

@@ -52,7 +52,9 @@ def check(out: torch.Tensor, x: torch.Tensor, values: np.ndarray, half_step: flo
 
 
 @EVERY_FORMAT
-@pytest.mark.parametrize("rows", [1, 5, 17, 64])
+@pytest.mark.parametrize(
+    "rows", [1, 5, pytest.param(17, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.slow)]
+)
 def test_products(row_format, rows):
     """With an odd number of weight rows that no tile ends with."""
     k = columns_of(row_format, 3 if rows == 5 else 1)
@@ -131,7 +133,11 @@ def stacked(parts: list[list[StoredRows]], rows: int, k: int):
 
 @pytest.mark.parametrize(
     ("gate_up", "down", "size"),
-    [("mxfp4", "mxfp4", 64), ("q4_k", "q6_k", 256), ("int4_64", "float8_e4m3", 128)],
+    [
+        ("mxfp4", "mxfp4", 64),
+        pytest.param("q4_k", "q6_k", 256, marks=pytest.mark.slow),
+        ("int4_64", "float8_e4m3", 128),
+    ],
 )
 def test_experts(gate_up, down, size):
     """Three experts; gates and ups are tensors of their own in a file."""

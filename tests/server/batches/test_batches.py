@@ -227,6 +227,7 @@ def test_cancelling_keeps_what_has_been_answered():
             client.batches.cancel(done.id)
 
 
+@pytest.mark.slow
 def test_a_batch_whose_time_is_over():
     with run_server(step_seconds=0.002, max_num_seqs=4) as server, client_of(server.url) as client:
         lines = [chat_line(str(n), max_tokens=1 if n < 2 else 4000) for n in range(20)]
@@ -250,6 +251,7 @@ def test_a_full_queue_is_waited_for(server, client):
         assert wait_for_end(client, batch.id).request_counts.completed == 60
 
 
+@pytest.mark.slow
 def test_what_can_never_find_room_fails(client):
     batch, output, errors = finished(client, [chat_line("a", n=100, temperature=1), chat_line("b")])
     assert [line["custom_id"] for line in output] == ["b"]
@@ -257,6 +259,7 @@ def test_what_can_never_find_room_fails(client):
     assert batch.status == "completed"
 
 
+@pytest.mark.slow
 def test_live_traffic_finds_room():
     with run_server(step_seconds=0.002, max_num_seqs=32) as server, client_of(server.url) as client:
         begin(client, [chat_line(str(n), max_tokens=100) for n in range(2000)])

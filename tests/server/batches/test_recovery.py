@@ -49,6 +49,7 @@ def check_complete(client, batch_id: str, num_lines: int) -> None:
     assert len({line["id"] for line in lines}) == num_lines
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle(tmp_path):
     results: dict[int, bytes] = {}
     for life in range(2):
@@ -128,6 +129,7 @@ def test_an_input_file_that_has_gone(tmp_path):
         server.canary()
 
 
+@pytest.mark.slow
 def test_two_servers_on_one_folder(tmp_path):
     """One runs the batches of both; when it stops the other goes on with them."""
     script = text_script("Hi there.", ends=True)
