@@ -23,6 +23,8 @@ from streamllm.ops.gpu.reference import ReferenceKernels
 from streamllm.sampling_params import SamplingParams
 from streamllm.sources import resolve
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[1, 2, 3, 4, 5], [7] * 40, [9]]
 PARAMS = [
     GREEDY,

@@ -21,6 +21,8 @@ from streamllm.ops.lora import LoraAdapter, LoraLimits
 from streamllm.runner.model_runner import ModelRunner
 from streamllm.sources.model_files import ModelFiles
 
+pytestmark = pytest.mark.slow
+
 LIMITS = LoraLimits(max_loras=3, max_rank=16)
 PROMPTS = [list(range(20, 20 + length)) for length in (5, 33, 1, 17)]
 ADAPTERS = [

@@ -19,6 +19,8 @@ from streamllm.ops.gpu.triton_kernels.attention_decode import paged_decode  # no
 from streamllm.ops.gpu.triton_kernels.attention_prefill import paged_prefill  # noqa: E402
 from streamllm.ops.gpu.triton_kernels.tuning import TileConfig  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 SMALL = TileConfig(block_m=16, block_n=32, num_warps=4, num_stages=2)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3}
 """Absolute and relative: a float16 of 2 is already rounded by 1e-3."""

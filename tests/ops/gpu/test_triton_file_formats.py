@@ -27,6 +27,8 @@ from streamllm.ops.gpu.triton_kernels.matmul import multiply_rows, quantized_lin
 from streamllm.ops.gpu.triton_kernels.matmul_plan import ProductConfig  # noqa: E402
 from streamllm.ops.stored_rows import StoredRows  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 SMALL = ProductConfig(
     block_n=64, block_rows=256, num_warps=4, num_stages=2, wide_warps=4, wide_stages=2, programs=1
 )

@@ -20,6 +20,8 @@ from streamllm.ops.gpu.reference import ReferenceKernels  # noqa: E402
 from streamllm.ops.gpu.triton_kernels.kernels import TritonKernels  # noqa: E402
 from streamllm.ops.lora import LoraAdapter, LoraLimits, LoraUpdate  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 F32, F16 = torch.float32, torch.float16
 TOLERANCE = {F32: 1e-5, F16: 2e-3}
 KERNELS = pytest.mark.parametrize("kernels", [TritonKernels(), ReferenceKernels()], ids=lambda one: one.name)

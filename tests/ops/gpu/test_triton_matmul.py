@@ -29,6 +29,8 @@ from streamllm.ops.gpu.triton_kernels.matmul_plan import (  # noqa: E402
     product_config,
 )
 
+pytestmark = pytest.mark.slow
+
 SMALL = ProductConfig(
     block_n=64, block_rows=128, num_warps=4, num_stages=2, wide_warps=4, wide_stages=2, programs=8
 )

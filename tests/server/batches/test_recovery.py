@@ -18,6 +18,8 @@ from serving import run_server, text_script
 
 from streamllm.server.batches.runner import FolderLock
 
+pytestmark = pytest.mark.slow
+
 SERVER = Path(__file__).with_name("killable_server.py")
 NUM_LINES = 120
 
