@@ -31,3 +31,11 @@ def gemma_model_path() -> Path:
     from helpers.gemma_model import gemma_gguf
 
     return gemma_gguf()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What emulates or interprets a GPU takes minutes, which the plain run does not have."""
+    for item in items:
+        if HERE / "ops" / "gpu" in item.path.parents:
+            item.add_marker(pytest.mark.slow)
