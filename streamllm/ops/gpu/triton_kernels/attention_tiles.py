@@ -93,7 +93,11 @@ def attend_tiles(
         else:
             block = tl.load(block_table + position // BLOCK_SIZE)
         head, offset = block.to(tl.int64) * NUM_KV_HEADS + kv_head, position % BLOCK_SIZE
-        row = head * HEAD_STRIDE + offset * HEAD_DIM
+        if FORMAT == INT8:
+            row = head * HEAD_STRIDE + offset * HEAD_DIM
+        else:
+            # The same: without scales between heads one product is enough, and saves a register.
+            row = (head * BLOCK_SIZE + offset) * HEAD_DIM
         key = from_stored(load_rows(keys + row, readable, HEAD_DIM, BLOCK_D, MASKED), q.dtype, FORMAT)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee")
         if FORMAT == INT8:
