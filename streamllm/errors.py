@@ -30,6 +30,11 @@ class InvalidRequestError(StreamLLMError, ValueError):
         self.code = code
         self.status = status
 
+    def renamed(self, field: str) -> InvalidRequestError:
+        """The same error about ``field``, as which the client knows ``param``."""
+        message = self.message.replace(self.param, field, 1) if self.param else self.message
+        return InvalidRequestError(message, param=field, code=self.code, status=self.status)
+
     def at_index(self, param: str, index: int) -> InvalidRequestError:
         """The same error about one of several: ``param`` becomes ``param[index]``."""
         place = f"{param}[{index}]"

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -43,6 +42,7 @@ from streamllm.server.errors import EXCEPTION_HANDLERS, error_response
 from streamllm.server.generation import ServerState
 from streamllm.server.http_metrics import HttpMeter, HttpMetrics
 from streamllm.server.in_flight import InFlight
+from streamllm.server.json_response import json_response
 from streamllm.server.log_stats import log_stats
 from streamllm.server.metrics import CONTENT_TYPE, Metrics
 from streamllm.server.middleware import CORS, OPEN_PATHS, ApiKeys, RequestIds, UnexpectedErrors
@@ -232,7 +232,7 @@ async def list_models(request: Request) -> Response:
     server: ServerState = request.app.state.server
     cards = [_model_card(server, name) for name in server.model_names]
     cards += [_adapter_card(server, adapter) for adapter in server.engine.adapters.served()]
-    return _json({"object": "list", "data": cards})
+    return json_response({"object": "list", "data": cards})
 
 
 async def get_model(request: Request) -> Response:
@@ -241,7 +241,7 @@ async def get_model(request: Request) -> Response:
     name = request.path_params["name"]
     server.check_model(name)
     adapter = server.engine.adapters.get(name)
-    return _json(_model_card(server, name) if adapter is None else _adapter_card(server, adapter))
+    return json_response(_model_card(server, name) if adapter is None else _adapter_card(server, adapter))
 
 
 def _model_card(server: ServerState, name: str) -> dict[str, Any]:
@@ -287,7 +287,7 @@ async def load(request: Request) -> Response:
     """How busy the server is: requests in flight (vLLM's ``server_load``), sequences running and waiting."""
     server: ServerState = request.app.state.server
     stats = server.engine.stats()
-    return _json(
+    return json_response(
         {
             "server_load": len(server.in_flight),
             "num_running": stats.num_running,
@@ -304,16 +304,12 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 async def version(request: Request) -> Response:
     """streamllm's version."""
-    return _json({"version": streamllm.__version__})
+    return json_response({"version": streamllm.__version__})
 
 
 async def metrics(request: Request) -> Response:
     """Metrics in Prometheus' text format."""
     return Response(await request.app.state.metrics.render(), headers={"content-type": CONTENT_TYPE})
-
-
-def _json(body: Any) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")
 
 
 ROUTES = [

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -26,6 +25,7 @@ from streamllm.server.generation import (
     num_choices,
     submit,
 )
+from streamllm.server.json_response import json_response
 from streamllm.server.logprobs import (
     LogprobFormatter,
     format_prompt,
@@ -98,7 +98,7 @@ async def _answer(server: ServerState, request: ChatRequest) -> Response:
         answer["prompt_token_ids"] = output.prompt_token_ids
         for choice, shown in zip(output.outputs, answer["choices"], strict=True):
             shown["token_ids"] = choice.token_ids
-    return Response(orjson.dumps(answer), media_type="application/json")
+    return json_response(answer)
 
 
 def _chunk_logprobs(formatter: LogprobFormatter) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -26,6 +25,7 @@ from streamllm.server.generation import (
     num_choices,
     submit,
 )
+from streamllm.server.json_response import json_response
 from streamllm.server.logprobs import (
     Entries,
     LogprobFormatter,
@@ -115,7 +115,7 @@ async def _answer(server: ServerState, request: CompletionRequest) -> Response:
             choices.append(_choice(choice, echo, formatter) | own | extras)
     fields = {"choices": choices, "usage": usage, **server.metrics_field(streams)}
     answer = head.body("text_completion") | fields
-    return Response(orjson.dumps(answer), media_type="application/json")
+    return json_response(answer)
 
 
 def _chunk_logprobs(formatter: LogprobFormatter) -> Any:

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -17,6 +16,7 @@ import streamllm
 from streamllm.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from streamllm.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from streamllm.server.batches.protocol import UPLOAD_SCHEMA, BatchRequest
+from streamllm.server.json_response import json_response
 from streamllm.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -70,7 +70,7 @@ _ERROR = {
 async def openapi(request: Request) -> Response:
     """This API as an OpenAPI document."""
     document = make_document(request.app.routes)
-    return Response(orjson.dumps(document), media_type="application/json")
+    return json_response(document)
 
 
 async def docs(request: Request) -> Response:

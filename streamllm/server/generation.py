@@ -200,10 +200,7 @@ def _own_names(request: GenerationRequest) -> dict[str, str]:
 def _renamed(error: InvalidRequestError, renamed: dict[str, str]) -> InvalidRequestError:
     """The error in the client's words."""
     field = renamed.get(error.param or "")
-    if field is None:
-        return error
-    message = error.message.replace(error.param or "", field, 1)
-    return InvalidRequestError(message, param=field, code=error.code, status=error.status)
+    return error if field is None else error.renamed(field)
 
 
 def num_choices(request: GenerationRequest) -> int:

@@ -365,6 +365,16 @@ def describe_kind(value: Any) -> str:
     return "null" if value is None else "an object"
 
 
+def wrong_value(place: str, reason: str) -> InvalidRequestError:
+    """The error about a value in a body.
+
+    Args:
+        place: its path, such as ``tools[1].function.name``.
+        reason: the rest of the sentence, without its full stop.
+    """
+    return InvalidRequestError(f"{place} {reason}.", param=place)
+
+
 def _wrong_type(error: msgspec.ValidationError) -> InvalidRequestError:
     text = str(error)
     if match := re.match(r"Object missing required field `(\w+)`", text):

@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import msgspec
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,6 +16,7 @@ from streamllm.server.completions import read_params as completion_params
 from streamllm.server.completions import read_prompts
 from streamllm.server.conversation import plan_conversation
 from streamllm.server.generation import ServerState, in_field
+from streamllm.server.json_response import json_response
 from streamllm.server.protocol import ChatRequest, CompletionRequest
 from streamllm.server.suffix import around_suffix
 from streamllm.server.tools import read_functions
@@ -74,7 +74,7 @@ async def tokenize(request: Request) -> Response:
     }
     if body.return_token_strs:
         answer["token_strs"] = [server.engine.tokenizer.token_text(token_id) for token_id in token_ids]
-    return _json(answer)
+    return json_response(answer)
 
 
 async def _encode(server: ServerState, text: str, add_special_tokens: bool) -> list[int]:
@@ -106,7 +106,7 @@ async def detokenize(request: Request) -> Response:
     def decode() -> str:
         return tokenizer.decode(body.tokens, skip_special_tokens=False)
 
-    return _json({"prompt": decode() if len(body.tokens) < LONG else await asyncio.to_thread(decode)})
+    return json_response({"prompt": decode() if len(body.tokens) < LONG else await asyncio.to_thread(decode)})
 
 
 async def render_chat(request: Request) -> Response:
@@ -120,7 +120,7 @@ async def render_chat(request: Request) -> Response:
         token_ids = await server.engine.check_prompt(rendered.token_ids, planned.params, True)
     except InvalidRequestError as error:
         raise in_field(error, "messages") from None
-    return _json(_prompt(server, model_name, rendered.text, token_ids))
+    return json_response(_prompt(server, model_name, rendered.text, token_ids))
 
 
 async def render_completion(request: Request) -> Response:
@@ -134,7 +134,7 @@ async def render_completion(request: Request) -> Response:
         token_ids = await server.engine.check_prompt(prompt, params, body.add_special_tokens is not False)
         text = prompt if isinstance(prompt, str) else server.engine.tokenizer.decode(prompt)
         prompts.append(_prompt(server, model_name, text, token_ids))
-    return _json({"object": "list", "data": prompts})
+    return json_response({"object": "list", "data": prompts})
 
 
 def _prompt(server: ServerState, model_name: str, text: str, token_ids: list[int]) -> dict[str, Any]:
@@ -146,7 +146,3 @@ def _prompt(server: ServerState, model_name: str, text: str, token_ids: list[int
         "count": len(token_ids),
         "max_model_len": server.engine.max_model_len,
     }
-
-
-def _json(body: Any) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")

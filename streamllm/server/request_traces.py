@@ -9,12 +9,13 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
 from streamllm.errors import InvalidRequestError
+from streamllm.server.json_response import json_response
 from streamllm.server.perfetto import chrome_trace
+from streamllm.server.query import query_number
 
 if TYPE_CHECKING:
     from streamllm.engine.async_engine import AsyncEngine
@@ -44,13 +45,13 @@ EVENT_TOKENS = {
 async def list_requests(request: Request) -> Response:
     """The requests that wait or run, oldest first, then those that have ended lately, latest first."""
     engine, origins = request.app.state.server.engine, request.app.state.origins
-    limit = _number(request, "limit", 100, 1, MAX_LISTED)
+    limit = query_number(request, "limit", 100, 1, MAX_LISTED)
     rows = [_live(origins, each) for each in engine.live_requests(limit)]
     for ended in reversed(engine.history.ended.values()):
         if len(rows) >= limit:
             break
         rows.append(_ended(origins, ended.record))
-    return _json({"object": "list", "data": rows})
+    return json_response({"object": "list", "data": rows})
 
 
 async def request_trace(request: Request) -> Response:
@@ -67,13 +68,13 @@ async def request_trace(request: Request) -> Response:
         raise InvalidRequestError(
             f"No request {name[:200]!r} is live, nor among the last that have ended.", param="id", status=404
         )
-    return _json({"object": "request.trace", "id": name, "requests": found})
+    return json_response({"object": "request.trace", "id": name, "requests": found})
 
 
 async def perfetto(request: Request) -> Response:
     """The engine's last seconds as a trace that Perfetto shows (ui.perfetto.dev)."""
     engine: AsyncEngine = request.app.state.server.engine
-    seconds = _number(request, "seconds", 10.0, 0.001, MAX_PERFETTO_SECONDS)
+    seconds = query_number(request, "seconds", 10.0, 0.001, MAX_PERFETTO_SECONDS)
     steps = list(engine.steps.latest)
     traces = [(ended.record, list(ended.events)) for ended in engine.history.ended.values()]
     for live in engine.live_requests(MAX_LISTED):
@@ -83,26 +84,6 @@ async def perfetto(request: Request) -> Response:
     body = await asyncio.to_thread(chrome_trace, steps, traces, time.monotonic() - seconds)
     headers = {"content-disposition": 'attachment; filename="streamllm.perfetto.json"'}
     return Response(body, media_type="application/json", headers=headers)
-
-
-def _number(request: Request, name: str, default: float, low: float, high: float) -> Any:
-    """A number in the query, of the default's type."""
-    text = request.query_params.get(name)
-    if text is None:
-        return default
-    try:
-        value = type(default)(text)
-    except ValueError:
-        value = None
-    if value is None or not low <= value <= high:
-        raise InvalidRequestError(
-            f"{name} must be a number from {low:g} to {high:g}, got {text[:40]!r}.", param=name
-        )
-    return value
-
-
-def _json(body: Any) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")
 
 
 # -- rows ----------------------------------------------------------------------------------------------------

@@ -7,9 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from streamllm.errors import InvalidRequestError
 from streamllm.parsers.tools import Tool
-from streamllm.server.protocol import ChatRequest, describe_kind
+from streamllm.server.protocol import ChatRequest, describe_kind, wrong_value
 
 MAX_TOOLS = 512
 MAX_NAME_LENGTH = 128
@@ -61,7 +60,7 @@ def read_tools(request: ChatRequest) -> ToolUse:
         choice = "auto" if functions else "none"
     if isinstance(choice, str):
         if choice not in _MODES:
-            raise _wrong(
+            raise wrong_value(
                 "tool_choice", f'must be "none", "auto", "required" or an object, got "{choice[:40]}"'
             )
         _check_there_are_tools(functions, choice)
@@ -79,13 +78,13 @@ def read_functions(tools: list[dict[str, Any]]) -> dict[str, Tool]:
         InvalidRequestError: one is malformed or repeated.
     """
     if len(tools) > MAX_TOOLS:
-        raise _wrong("tools", f"has {len(tools)} entries; at most {MAX_TOOLS} are allowed")
+        raise wrong_value("tools", f"has {len(tools)} entries; at most {MAX_TOOLS} are allowed")
     functions: dict[str, Tool] = {}
     for index, tool in enumerate(tools):
         place = f"tools[{index}]"
         function = _function(tool, place)
         if function.name in functions:
-            raise _wrong(
+            raise wrong_value(
                 f"{place}.function.name", f'repeats "{function.name}"; every tool needs its own name'
             )
         functions[function.name] = function
@@ -95,25 +94,25 @@ def read_functions(tools: list[dict[str, Any]]) -> dict[str, Tool]:
 def _function(tool: dict[str, Any], place: str) -> Tool:
     if tool.get("type", "function") != "function":
         shown = str(tool["type"])[:40]
-        raise _wrong(
+        raise wrong_value(
             f"{place}.type", f'must be "function", got "{shown}"; other kinds of tools do not run here'
         )
     declared = tool.get("function")
     place = f"{place}.function"
     if not isinstance(declared, dict):
-        raise _wrong(place, f"must be an object, got {describe_kind(declared)}")
+        raise wrong_value(place, f"must be an object, got {describe_kind(declared)}")
     name = declared.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > MAX_NAME_LENGTH:
-        raise _wrong(
+        raise wrong_value(
             f"{place}.name",
             f"must be 1 to {MAX_NAME_LENGTH} letters, digits, underscores, dashes or dots",
         )
     description = declared.get("description")
     if description is not None and not isinstance(description, str):
-        raise _wrong(f"{place}.description", f"must be a string, got {describe_kind(description)}")
+        raise wrong_value(f"{place}.description", f"must be a string, got {describe_kind(description)}")
     strict = declared.get("strict")
     if strict is not None and not isinstance(strict, bool):
-        raise _wrong(f"{place}.strict", f"must be true or false, got {describe_kind(strict)}")
+        raise wrong_value(f"{place}.strict", f"must be true or false, got {describe_kind(strict)}")
     parameters = _parameters(declared.get("parameters"), f"{place}.parameters")
     return Tool(name, parameters, bool(strict))
 
@@ -122,12 +121,12 @@ def _parameters(schema: Any, place: str) -> dict[str, Any]:
     if schema is None or schema == {}:
         return {"type": "object", "properties": {}}
     if not isinstance(schema, dict):
-        raise _wrong(place, f"must be a JSON schema, got {describe_kind(schema)}")
+        raise wrong_value(place, f"must be a JSON schema, got {describe_kind(schema)}")
     if schema.get("type", "object") != "object":
-        raise _wrong(f"{place}.type", 'must be "object": arguments have names')
+        raise wrong_value(f"{place}.type", 'must be "object": arguments have names')
     properties = schema.get("properties", {})
     if not isinstance(properties, dict):
-        raise _wrong(f"{place}.properties", f"must be an object, got {describe_kind(properties)}")
+        raise wrong_value(f"{place}.properties", f"must be an object, got {describe_kind(properties)}")
     return {"type": "object", **schema}
 
 
@@ -138,7 +137,9 @@ def _allowed_tools(choice: dict[str, Any], functions: dict[str, Tool], parallel:
     mode = allowed.get("mode", "auto") if isinstance(allowed, dict) else None
     tools = allowed.get("tools") if isinstance(allowed, dict) else None
     if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
-        raise _wrong(place, 'must hold a mode ("auto" or "required") and tools (a list of some of the tools)')
+        raise wrong_value(
+            place, 'must hold a mode ("auto" or "required") and tools (a list of some of the tools)'
+        )
     chosen = [_known(tool, functions, f"{place}.tools[{index}]") for index, tool in enumerate(tools)]
     return ToolUse(tuple({function.name: function for function in chosen}.values()), mode, parallel=parallel)
 
@@ -149,19 +150,17 @@ def _known(choice: Any, functions: dict[str, Tool], place: str) -> Tool:
     named = choice.get("function", choice) if isinstance(choice, dict) else None
     name = named.get("name") if isinstance(named, dict) else None
     if not isinstance(choice, dict) or choice.get("type", "function") != "function":
-        raise _wrong(place, 'must be an object with the type "function" and a function\'s name')
+        raise wrong_value(place, 'must be an object with the type "function" and a function\'s name')
     if not isinstance(name, str):
-        raise _wrong(place, "must name a function")
+        raise wrong_value(place, "must name a function")
     if name not in functions:
         known = ", ".join(functions) or "none at all"
-        raise _wrong(f"{place}.function.name", f'is "{name[:100]}", which is not among the tools: {known}')
+        raise wrong_value(
+            f"{place}.function.name", f'is "{name[:100]}", which is not among the tools: {known}'
+        )
     return functions[name]
 
 
 def _check_there_are_tools(functions: dict[str, Tool], choice: str) -> None:
     if choice == "required" and not functions:
-        raise _wrong("tool_choice", '"required" needs tools, and there are none')
-
-
-def _wrong(place: str, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{place} {reason}.", param=place)
+        raise wrong_value("tool_choice", '"required" needs tools, and there are none')

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from asking import DEFAULTS, MODEL
 from helpers.field_values import IGNORED, REFUSED, accepted_fields
+from helpers.node_project import node_project
 
 from streamllm.server.protocol import ChatRequest, CompletionRequest, field_support
 
@@ -21,16 +21,7 @@ BODIES = {"chat": ChatRequest, "completions": CompletionRequest}
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
     """A folder with the scripts and the installed client."""
-    if not shutil.which("node") or not shutil.which("npm"):
-        pytest.skip("node and npm are not installed")
-    folder = tmp_path_factory.mktemp("node")
-    for path in HERE.iterdir():
-        shutil.copy(path, folder)
-    command = ["npm", "install", "--no-audit", "--no-fund", "--prefer-offline"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-    if done.returncode:
-        pytest.skip(f"the openai npm package cannot be installed: {done.stderr.splitlines()[:1]}")
-    return folder
+    return node_project(HERE, tmp_path_factory.mktemp("node"))
 
 
 def field_requests() -> list[dict]:

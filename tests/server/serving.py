@@ -82,6 +82,24 @@ def events(response: httpx.Response) -> list[Any]:
     return [json.loads(block[6:]) for block in blocks[:-1]]
 
 
+def prompt_of(server: RunningServer, path: str, body: dict[str, Any]) -> str:
+    """What the model reads for a body that is answered, learnt from the engine."""
+    seen = []
+    original = server.engine.add_requests
+
+    async def spy(prompts: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(bytes(prompts[0]).decode())
+        return await original(prompts, *args, **kwargs)
+
+    server.engine.add_requests = spy  # type: ignore[method-assign]
+    try:
+        response = server.post(path, body)
+        assert response.status_code == 200, response.text
+    finally:
+        server.engine.add_requests = original  # type: ignore[method-assign]
+    return seen[0]
+
+
 class RunningServer:
     """A server in a thread of its own."""
 

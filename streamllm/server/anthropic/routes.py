@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,6 +21,7 @@ from streamllm.server.body import decoded, read_body
 from streamllm.server.conversation import Conversation, plan_conversation
 from streamllm.server.errors import body_of_failure
 from streamllm.server.generation import ServerState, abort_all, collect, merged, submit
+from streamllm.server.json_response import json_response
 from streamllm.server.protocol import ChatRequest
 from streamllm.server.sse import EventStream, Write, named_frame
 
@@ -50,7 +50,7 @@ async def count_tokens(request: Request) -> Response:
         conversation = await plan_conversation(server, _chat(server, body))
     except InvalidRequestError as error:
         raise _in_own_words(error) from None
-    return _json({"input_tokens": len(conversation.prompt.token_ids)})
+    return json_response({"input_tokens": len(conversation.prompt.token_ids)})
 
 
 def _chat(server: ServerState, body: CountTokensRequest) -> ChatRequest:
@@ -95,7 +95,7 @@ async def _answer(server: ServerState, body: MessagesRequest) -> Response:
             farewell=_farewell,
         )
     (output,), _ = await collect(streams, 1)
-    return _json(_message(head, conversation, output))
+    return json_response(_message(head, conversation, output))
 
 
 def _message(head: dict[str, Any], conversation: Conversation, output: RequestOutput) -> dict[str, Any]:
@@ -165,11 +165,4 @@ def _in_own_words(error: InvalidRequestError) -> InvalidRequestError:
     param = error.param or ""
     own = _OWN_NAMES.get(param) or re.sub(r"^tools\[(\d+)\]\.function", r"tools[\1]", param)
     own = own.replace(".parameters", ".input_schema") if own.startswith("tools[") else own
-    if own == param:
-        return error
-    message = error.message.replace(param, own, 1)
-    return InvalidRequestError(message, param=own, code=error.code, status=error.status)
-
-
-def _json(body: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")
+    return error if own == param else error.renamed(own)

@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from streamllm.errors import InvalidRequestError
 from streamllm.server.anthropic.protocol import CountTokensRequest, MessagesRequest
-from streamllm.server.protocol import ChatRequest, describe_kind
+from streamllm.server.protocol import ChatRequest, describe_kind, wrong_value
 
 _MODES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -47,16 +46,12 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     return chat
 
 
-def _wrong(place: str, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{place} {reason}.", param=place)
-
-
 # -- messages ----------------------------------------------------------------------------------------------
 
 
 def _messages(body: CountTokensRequest) -> Iterable[dict[str, Any]]:
     if not body.messages:
-        raise _wrong("messages", "must hold at least one message")
+        raise wrong_value("messages", "must hold at least one message")
     if body.system:
         yield {"role": "system", "content": _text(body.system, "system")}
     for index, message in enumerate(body.messages):
@@ -69,7 +64,7 @@ def _messages(body: CountTokensRequest) -> Iterable[dict[str, Any]]:
         elif role == "system":
             yield {"role": "system", "content": _text(content, f"{place}.content")}
         else:
-            raise _wrong(f"{place}.role", 'must be "user", "assistant" or "system"')
+            raise wrong_value(f"{place}.role", 'must be "user", "assistant" or "system"')
 
 
 def _blocks(content: Any, place: str) -> list[tuple[str, Mapping[str, Any], str]]:
@@ -77,12 +72,12 @@ def _blocks(content: Any, place: str) -> list[tuple[str, Mapping[str, Any], str]
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise _wrong(place, f"must be a string or a list of blocks, got {describe_kind(content)}")
+        raise wrong_value(place, f"must be a string or a list of blocks, got {describe_kind(content)}")
     blocks = []
     for index, block in enumerate(content):
         inner = f"{place}[{index}]"
         if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
-            raise _wrong(inner, "must be an object with a type")
+            raise wrong_value(inner, "must be an object with a type")
         blocks.append((block["type"], block, inner))
     return blocks
 
@@ -92,7 +87,7 @@ def _text(content: Any, place: str) -> str:
     pieces = []
     for kind, block, inner in _blocks(content, place):
         if kind != "text":
-            raise _wrong(f"{inner}.type", f'is "{kind[:40]}"; only "text" can be read here')
+            raise wrong_value(f"{inner}.type", f'is "{kind[:40]}"; only "text" can be read here')
         pieces.append(_string(block, "text", inner))
     return "\n".join(pieces)
 
@@ -100,7 +95,7 @@ def _text(content: Any, place: str) -> str:
 def _string(block: Mapping[str, Any], name: str, place: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
-        raise _wrong(f"{place}.{name}", f"must be a string, got {describe_kind(value)}")
+        raise wrong_value(f"{place}.{name}", f"must be a string, got {describe_kind(value)}")
     return value
 
 
@@ -114,7 +109,7 @@ def _user(content: Any, place: str) -> Iterable[dict[str, Any]]:
             result = _result(block, inner)
             yield {"role": "tool", "tool_call_id": _string(block, "tool_use_id", inner), "content": result}
         else:
-            raise _wrong(
+            raise wrong_value(
                 f"{inner}.type", f'is "{kind[:40]}"; this model reads "text" and "tool_result" of a user'
             )
     if texts or not content:
@@ -137,7 +132,7 @@ def _assistant(content: Any, place: str) -> dict[str, Any]:
         elif kind == "tool_use":
             calls.append(_call(block, inner))
         elif kind != "redacted_thinking":
-            raise _wrong(
+            raise wrong_value(
                 f"{inner}.type",
                 f'is "{kind[:40]}"; this model reads "text", "thinking" and "tool_use" of an assistant',
             )
@@ -152,7 +147,7 @@ def _assistant(content: Any, place: str) -> dict[str, Any]:
 def _call(block: Mapping[str, Any], place: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
-        raise _wrong(f"{place}.input", f"must be an object, got {describe_kind(arguments)}")
+        raise wrong_value(f"{place}.input", f"must be an object, got {describe_kind(arguments)}")
     function = {"name": _string(block, "name", place), "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": _string(block, "id", place), "type": "function", "function": function}
 
@@ -167,7 +162,7 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     for index, tool in enumerate(tools):
         if tool.get("type", "custom") not in ("custom", None):
             shown = str(tool["type"])[:40]
-            raise _wrong(
+            raise wrong_value(
                 f"tools[{index}].type", f'is "{shown}"; tools that run on the server do not exist here'
             )
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
@@ -182,14 +177,14 @@ def _tool_choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | 
         return None, None
     disabled = choice.get("disable_parallel_tool_use")
     if disabled is not None and not isinstance(disabled, bool):
-        raise _wrong("tool_choice.disable_parallel_tool_use", "must be true or false")
+        raise wrong_value("tool_choice.disable_parallel_tool_use", "must be true or false")
     parallel = None if disabled is None else not disabled
     kind = choice.get("type")
     if kind == "tool":
         name = _string(choice, "name", "tool_choice")
         return {"type": "function", "function": {"name": name}}, parallel
     if kind not in _MODES:
-        raise _wrong("tool_choice.type", 'must be "auto", "any", "tool" or "none"')
+        raise wrong_value("tool_choice.type", 'must be "auto", "any", "tool" or "none"')
     return _MODES[kind], parallel
 
 
@@ -199,12 +194,12 @@ def _thinking(thinking: dict[str, Any] | None, kwargs: dict[str, Any]) -> int | 
         return None
     kind, budget = thinking.get("type"), thinking.get("budget_tokens")
     if kind not in ("enabled", "disabled", "adaptive"):
-        raise _wrong("thinking.type", 'must be "enabled", "disabled" or "adaptive"')
+        raise wrong_value("thinking.type", 'must be "enabled", "disabled" or "adaptive"')
     kwargs.setdefault("enable_thinking", kind != "disabled")
     if budget is None:
         return None
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
-        raise _wrong("thinking.budget_tokens", "must be a positive integer")
+        raise wrong_value("thinking.budget_tokens", "must be a positive integer")
     return budget if kind == "enabled" else None
 
 
@@ -213,15 +208,15 @@ def _output_config(body: CountTokensRequest) -> tuple[str | None, dict[str, Any]
     config = body.output_config or {}
     for name in config:
         if name not in ("effort", "format"):
-            raise _wrong(f"output_config.{name[:40]}", "is not supported; there are effort and format")
+            raise wrong_value(f"output_config.{name[:40]}", "is not supported; there are effort and format")
     effort = config.get("effort")
     if effort is not None and not isinstance(effort, str):
-        raise _wrong("output_config.effort", f"must be a string, got {describe_kind(effort)}")
+        raise wrong_value("output_config.effort", f"must be a string, got {describe_kind(effort)}")
     wanted, place = config.get("format"), "output_config.format"
     if body.output_format is not None:
         wanted, place = body.output_format, "output_format"
     if wanted is None:
         return effort, None
     if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
-        raise _wrong(place, 'must be an object with the type "json_schema" and a schema')
+        raise wrong_value(place, 'must be an object with the type "json_schema" and a schema')
     return effort, {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.get("schema")}}

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from streamllm.errors import InvalidRequestError
-from streamllm.server.batches.paging import Page, select_page
+from streamllm.server.batches.paging import select_page
 from streamllm.server.database import Database
+from streamllm.server.query import Page
 
 _SCHEMA = (
     """

@@ -1,44 +1,13 @@
-"""Lists a page at a time, as OpenAI's lists are read: ``limit``, ``after`` and ``order``."""
+"""Rows of a table, a page at a time, in the shape of OpenAI's lists."""
 
 from __future__ import annotations
 
-import re
 import sqlite3
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from starlette.requests import Request
-
 from streamllm.errors import InvalidRequestError
-
-
-@dataclass(frozen=True)
-class Page:
-    """
-    Attributes:
-        limit: most objects.
-        after: id of the object behind which the page begins; ``None`` for the first page.
-        ascending: the oldest first.
-    """
-
-    limit: int
-    after: str | None = None
-    ascending: bool = False
-
-    @classmethod
-    def of_request(cls, request: Request, *, default: int, most: int) -> Page:
-        """
-        Raises:
-            InvalidRequestError: a query parameter is malformed.
-        """
-        given = request.query_params
-        limit, order = given.get("limit", str(default)), given.get("order", "desc")
-        if not re.fullmatch(r"\d{1,9}", limit) or not 1 <= int(limit) <= most:
-            raise InvalidRequestError(f"limit must be a whole number between 1 and {most}.", param="limit")
-        if order not in ("asc", "desc"):
-            raise InvalidRequestError('order must be "asc" or "desc".', param="order")
-        return cls(int(limit), given.get("after"), order == "asc")
+from streamllm.server.query import Page
 
 
 def select_page(

@@ -6,7 +6,6 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
@@ -14,7 +13,7 @@ from starlette.responses import FileResponse, Response
 from streamllm.errors import InvalidRequestError
 from streamllm.server.batches.execution import LineRunner, Places
 from streamllm.server.batches.files import FileStore, StoredFile
-from streamllm.server.batches.paging import Page, list_body
+from streamllm.server.batches.paging import list_body
 from streamllm.server.batches.protocol import (
     FILE_PURPOSE,
     BatchRequest,
@@ -29,7 +28,9 @@ from streamllm.server.body import decoded, read_body
 from streamllm.server.database import Database
 from streamllm.server.generation import ServerState
 from streamllm.server.in_flight import ServerStoppingError
+from streamllm.server.json_response import json_response
 from streamllm.server.owners import owner_of
+from streamllm.server.query import Page
 
 if TYPE_CHECKING:
     from streamllm.config import ServerConfig
@@ -82,7 +83,7 @@ async def upload_file(request: Request) -> Response:
         await files.insert(stored)
     finally:
         await files.end(file)
-    return _json(stored.body())
+    return json_response(stored.body())
 
 
 async def list_files(request: Request) -> Response:
@@ -90,12 +91,12 @@ async def list_files(request: Request) -> Response:
     files: FileStore = request.app.state.batches.files
     page = Page.of_request(request, default=MAX_FILES_LISTED, most=MAX_FILES_LISTED)
     found, has_more = await files.select(owner_of(request), page, request.query_params.get("purpose"))
-    return _json(list_body(found, has_more, StoredFile.body))
+    return json_response(list_body(found, has_more, StoredFile.body))
 
 
 async def retrieve_file(request: Request) -> Response:
     """What is known about a file."""
-    return _json((await _find_file(request)).body())
+    return json_response((await _find_file(request)).body())
 
 
 async def file_content(request: Request) -> Response:
@@ -109,7 +110,7 @@ async def delete_file(request: Request) -> Response:
     """Forget a file."""
     stored = await _find_file(request)
     await request.app.state.batches.files.delete(stored.id)
-    return _json({"id": stored.id, "object": "file", "deleted": True})
+    return json_response({"id": stored.id, "object": "file", "deleted": True})
 
 
 async def _find_file(request: Request) -> StoredFile:
@@ -147,7 +148,7 @@ async def create_batch(request: Request) -> Response:
     batch = new_batch(body, int(time.time()))
     await batches.store.create(owner, batch)
     batches.runner.wake()
-    return _json(batch_body(batch))
+    return json_response(batch_body(batch))
 
 
 async def list_batches(request: Request) -> Response:
@@ -155,12 +156,12 @@ async def list_batches(request: Request) -> Response:
     batches: Batches = request.app.state.batches
     page = Page.of_request(request, default=20, most=MAX_BATCHES_LISTED)
     found, has_more = await batches.store.select(owner_of(request), page)
-    return _json(list_body(found, has_more, lambda batch: batch_body(batch.body)))
+    return json_response(list_body(found, has_more, lambda batch: batch_body(batch.body)))
 
 
 async def retrieve_batch(request: Request) -> Response:
     """How far a batch is."""
-    return _json(batch_body((await _find_batch(request)).body))
+    return json_response(batch_body((await _find_batch(request)).body))
 
 
 async def cancel_batch(request: Request) -> Response:
@@ -168,7 +169,7 @@ async def cancel_batch(request: Request) -> Response:
     batches: Batches = request.app.state.batches
     batch = await batches.store.cancel(await _find_batch(request))
     batches.runner.wake()
-    return _json(batch_body(batch.body))
+    return json_response(batch_body(batch.body))
 
 
 async def _find_batch(request: Request) -> StoredBatch:
@@ -219,7 +220,3 @@ def batch_body(batch: dict[str, Any]) -> dict[str, Any]:
 def _check_admission(request: Request) -> None:
     if not request.app.state.server.in_flight.admits:
         raise ServerStoppingError
-
-
-def _json(body: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")

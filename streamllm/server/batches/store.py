@@ -12,8 +12,9 @@ import orjson
 
 from streamllm.errors import InvalidRequestError
 from streamllm.server.batches.files import StoredFile, insert_file
-from streamllm.server.batches.paging import Page, select_page
+from streamllm.server.batches.paging import select_page
 from streamllm.server.database import Database, give_back
+from streamllm.server.query import Page
 
 _SCHEMA = (
     """

@@ -18,9 +18,11 @@ from streamllm.server.body import decoded, read_body
 from streamllm.server.conversation import Conversation, plan_conversation
 from streamllm.server.errors import body_of_failure
 from streamllm.server.generation import ServerState, submit
+from streamllm.server.json_response import json_response
 from streamllm.server.logprobs import logprob_formatter
 from streamllm.server.owners import owner_of
 from streamllm.server.protocol import ChatRequest
+from streamllm.server.query import Page, query_number
 from streamllm.server.responses.background import BackgroundRun, BackgroundRuns
 from streamllm.server.responses.output_items import StreamEvent
 from streamllm.server.responses.protocol import InputTokensRequest, ResponsesRequest
@@ -81,7 +83,7 @@ async def count_input_tokens(request: Request) -> Response:
     items = await responses.items_before(owner_of(request), body) + input_items(body)
     _, conversation = await _plan(server, body, items)
     count = len(conversation.prompt.token_ids)
-    return _json({"object": "response.input_tokens", "input_tokens": count})
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
 async def retrieve_response(request: Request) -> Response:
@@ -89,13 +91,13 @@ async def retrieve_response(request: Request) -> Response:
     server: ServerState = request.app.state.server
     found = await _find(request)
     if request.query_params.get("stream", "false").lower() not in ("true", "1"):
-        return _json(found.run.response if isinstance(found, BackgroundRun) else found.response)
+        return json_response(found.run.response if isinstance(found, BackgroundRun) else found.response)
     if not isinstance(found, BackgroundRun):
         raise InvalidRequestError(
             "Only a response that runs in the background, or did so lately, can be streamed.",
             param="stream",
         )
-    return _watching(server, found, _whole_number(request, "starting_after", -1))
+    return _watching(server, found, query_number(request, "starting_after", -1, -1, 10**9))
 
 
 async def cancel_response(request: Request) -> Response:
@@ -103,10 +105,10 @@ async def cancel_response(request: Request) -> Response:
     found = await _find(request)
     if isinstance(found, BackgroundRun):
         await found.cancel()
-        return _json(found.run.response)
+        return json_response(found.run.response)
     if not found.response["background"]:
         raise InvalidRequestError("Only a response with background: true can be cancelled.", param="id")
-    return _json(found.response)
+    return json_response(found.response)
 
 
 async def delete_response(request: Request) -> Response:
@@ -118,7 +120,7 @@ async def delete_response(request: Request) -> Response:
         await found.cancel()
         responses.background.forget(response_id)
     await responses.store.delete(owner_of(request), response_id)
-    return _json({"id": response_id, "object": "response", "deleted": True})
+    return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 async def list_input_items(request: Request) -> Response:
@@ -129,23 +131,19 @@ async def list_input_items(request: Request) -> Response:
     if stored is None:
         raise _not_found(response_id, "id")
     items = [{"id": f"item_{index}_{response_id}", **item} for index, item in enumerate(stored.input)]
-    order = request.query_params.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise InvalidRequestError('order must be "asc" or "desc".', param="order")
-    if order == "desc":
+    page = Page.of_request(request, default=20, most=MAX_LISTED)
+    if not page.ascending:
         items.reverse()
-    limit = _whole_number(request, "limit", 20)
-    if not 1 <= limit <= MAX_LISTED:
-        raise InvalidRequestError(f"limit must be between 1 and {MAX_LISTED}, got {limit}.", param="limit")
-    after = request.query_params.get("after")
-    if after is not None:
+    if page.after is not None:
         ids = [item["id"] for item in items]
-        if after not in ids:
-            raise InvalidRequestError(f"after is none of the items: {after[:100]}.", param="after")
-        items = items[ids.index(after) + 1 :]
-    page = items[:limit]
-    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": "", "last_id": ""}
-    return _json({"object": "list", "data": page, "has_more": len(items) > limit, **ends})
+        if page.after not in ids:
+            raise InvalidRequestError(f"after is none of the items: {page.after[:100]}.", param="after")
+        items = items[ids.index(page.after) + 1 :]
+    shown = items[: page.limit]
+    ends = (
+        {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": "", "last_id": ""}
+    )
+    return json_response({"object": "list", "data": shown, "has_more": len(items) > page.limit, **ends})
 
 
 # -- creating ----------------------------------------------------------------------------------------------
@@ -158,6 +156,7 @@ async def _create(server: ServerState, responses: Responses, owner: str, body: R
     items = await responses.items_before(owner, body) + own_items
     chat, conversation = await _plan(server, body, items)
     response = new_response(body, conversation, server.name_of(lora_request))
+    _check_it_can_be_kept(response, own_items)
     try:
         streams = await submit(
             server.engine,
@@ -186,7 +185,7 @@ async def _create(server: ServerState, responses: Responses, owner: str, body: R
         except BaseException:
             run.abort()
             raise
-        return _watching(server, started) if body.stream else _json({**response, "output": []})
+        return _watching(server, started) if body.stream else json_response({**response, "output": []})
     if body.stream:
         return EventStream(
             lambda write: _frames(run, save, write),
@@ -200,7 +199,7 @@ async def _create(server: ServerState, responses: Responses, owner: str, body: R
     if run.response["status"] == "failed":
         raise RequestFailedError(run.response["error"]["message"])
     await save(run.response)
-    return _json(run.response)
+    return json_response(run.response)
 
 
 async def _plan(
@@ -213,6 +212,20 @@ async def _plan(
         return chat, await plan_conversation(server, chat)
     except InvalidRequestError as error:
         raise _in_own_words(error) from None
+
+
+def _check_it_can_be_kept(response: dict[str, Any], items: list[Item]) -> None:
+    """
+    Raises:
+        InvalidRequestError: what the request brings and the response repeats, under the same name, is JSON
+            that cannot be written again.
+    """
+    for name, value in {**response, "input": items}.items():
+        try:
+            orjson.dumps(value)
+        except TypeError as error:
+            reason = {"Recursion limit reached": "it is nested too deeply"}.get(str(error), str(error))
+            raise InvalidRequestError(f"{name} cannot be kept: {reason}.", param=name) from None
 
 
 async def _frames(run: ResponseRun, save: Any, write: Write) -> AsyncGenerator[bytes, None]:
@@ -266,15 +279,6 @@ def _not_found(response_id: str, param: str, code: str | None = None) -> Invalid
     )
 
 
-def _whole_number(request: Request, name: str, default: int) -> int:
-    text = request.query_params.get(name)
-    if text is None:
-        return default
-    if not re.fullmatch(r"-?\d{1,9}", text):
-        raise InvalidRequestError(f"{name} must be a whole number.", param=name)
-    return int(text)
-
-
 def _in_own_words(error: InvalidRequestError) -> InvalidRequestError:
     """A chat's error in the words of this API's fields."""
     param = error.param or ""
@@ -282,11 +286,4 @@ def _in_own_words(error: InvalidRequestError) -> InvalidRequestError:
     own = re.sub(r"^tools\[(\d+)\]\.function\b", r"tools[\1]", own)
     own = re.sub(r"^messages\b.*", "input", own)
     own = own.replace("tool_choice.function.name", "tool_choice.name")
-    if own == param:
-        return error
-    message = error.message.replace(param, own, 1)
-    return InvalidRequestError(message, param=own, code=error.code, status=error.status)
-
-
-def _json(body: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")
+    return error if own == param else error.renamed(own)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from streamllm.errors import InvalidRequestError
-from streamllm.server.protocol import ChatRequest, describe_kind
+from streamllm.server.protocol import ChatRequest, describe_kind, wrong_value
 from streamllm.server.responses.protocol import INCLUDED, InputTokensRequest, ResponsesRequest
 
 Item = dict[str, Any]
@@ -67,7 +66,7 @@ def chat_request(body: InputTokensRequest, items: Iterable[Item]) -> ChatRequest
     chat.reasoning_effort = _effort(body.reasoning)
     chat.response_format = _response_format(body.text)
     if body.truncation not in (None, "auto", "disabled"):
-        raise _wrong("truncation", f'must be "auto" or "disabled", got "{body.truncation[:40]}"')
+        raise wrong_value("truncation", f'must be "auto" or "disabled", got "{body.truncation[:40]}"')
     if body.truncation == "auto":
         chat.truncate_prompt_tokens = -1
     if isinstance(body, ResponsesRequest):
@@ -81,19 +80,15 @@ def _add_output_fields(chat: ChatRequest, body: ResponsesRequest) -> None:
     chat.max_completion_tokens = body.max_output_tokens
     for index, name in enumerate(body.include or []):
         if name not in INCLUDED:
-            raise _wrong(f"include[{index}]", f'is "{name[:60]}"; there are {" and ".join(INCLUDED)}')
+            raise wrong_value(f"include[{index}]", f'is "{name[:60]}"; there are {" and ".join(INCLUDED)}')
     if INCLUDED[0] in (body.include or []) or body.top_logprobs:
         chat.logprobs, chat.top_logprobs = True, body.top_logprobs or 0
     if len(body.metadata or {}) > MAX_METADATA:
-        raise _wrong(
+        raise wrong_value(
             "metadata", f"has {len(body.metadata or {})} entries; at most {MAX_METADATA} are allowed"
         )
     if body.background and body.store is False:
-        raise _wrong("background", "needs store to be true")
-
-
-def _wrong(place: str, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{place} {reason}.", param=place)
+        raise wrong_value("background", "needs store to be true")
 
 
 # -- items -------------------------------------------------------------------------------------------------
@@ -105,12 +100,12 @@ def _message(role: str, content: list[dict[str, Any]]) -> Item:
 
 def _checked(item: Any, place: str) -> Item:
     if not isinstance(item, dict):
-        raise _wrong(place, f"must be an object, got {describe_kind(item)}")
+        raise wrong_value(place, f"must be an object, got {describe_kind(item)}")
     kind = item.get("type", "message")
     if kind == "message":
         role = item.get("role")
         if not isinstance(role, str) or role not in _ROLES:
-            raise _wrong(f"{place}.role", f"must be one of {', '.join(_ROLES)}")
+            raise wrong_value(f"{place}.role", f"must be one of {', '.join(_ROLES)}")
         part = "output_text" if role == "assistant" else "input_text"
         return {**item, "type": "message", "content": _parts(item.get("content"), f"{place}.content", part)}
     if kind == "function_call":
@@ -126,7 +121,7 @@ def _checked(item: Any, place: str) -> Item:
         _parts(item.get("content") or [], f"{place}.content", "reasoning_text")
         return item
     shown = f'"{kind[:40]}"' if isinstance(kind, str) else describe_kind(kind)
-    raise _wrong(
+    raise wrong_value(
         f"{place}.type",
         f"is {shown}; there are message, function_call, function_call_output and reasoning",
     )
@@ -134,18 +129,20 @@ def _checked(item: Any, place: str) -> Item:
 
 def _check_string(item: Item, name: str, place: str) -> None:
     if not isinstance(item.get(name), str):
-        raise _wrong(f"{place}.{name}", f"must be a string, got {describe_kind(item.get(name))}")
+        raise wrong_value(f"{place}.{name}", f"must be a string, got {describe_kind(item.get(name))}")
 
 
 def _parts(content: Any, place: str, kind: str) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": kind, "text": content}]
     if not isinstance(content, list):
-        raise _wrong(place, f"must be a string or a list of parts, got {describe_kind(content)}")
+        raise wrong_value(place, f"must be a string or a list of parts, got {describe_kind(content)}")
     for index, part in enumerate(content):
         inner = f"{place}[{index}]"
         if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS:
-            raise _wrong(f"{inner}.type", 'must be "input_text" or "output_text": this model reads text only')
+            raise wrong_value(
+                f"{inner}.type", 'must be "input_text" or "output_text": this model reads text only'
+            )
         _check_string(part, "refusal" if part["type"] == "refusal" else "text", inner)
     return content
 
@@ -168,7 +165,7 @@ def _messages(instructions: str | None, items: Iterable[Item]) -> list[dict[str,
     turn: dict[str, Any] | None = None
     for item in items:
         kind = item["type"]
-        role = _ROLES.get(item.get("role", ""), "")
+        role = _ROLES[item["role"]] if kind == "message" else ""
         if kind in ("function_call", "reasoning") or role == "assistant":
             if turn is None or (kind == "reasoning" and ("tool_calls" in turn or turn["content"])):
                 turn = {"role": "assistant", "content": ""}
@@ -209,7 +206,7 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     for index, tool in enumerate(tools):
         if tool.get("type") != "function":
             shown = str(tool.get("type"))[:40]
-            raise _wrong(
+            raise wrong_value(
                 f"tools[{index}].type",
                 f'must be "function", got "{shown}"; other kinds of tools do not run here',
             )
@@ -228,7 +225,7 @@ def _effort(reasoning: dict[str, Any] | None) -> str | None:
     """``summary`` asks for what is not made: reasoning is shown as it is."""
     effort = (reasoning or {}).get("effort")
     if effort is not None and not isinstance(effort, str):
-        raise _wrong("reasoning.effort", f"must be a string, got {describe_kind(effort)}")
+        raise wrong_value("reasoning.effort", f"must be a string, got {describe_kind(effort)}")
     return effort
 
 
@@ -238,7 +235,7 @@ def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
     if wanted is None:
         return None
     if not isinstance(wanted, dict):
-        raise _wrong("text.format", f"must be an object, got {describe_kind(wanted)}")
+        raise wrong_value("text.format", f"must be an object, got {describe_kind(wanted)}")
     if wanted.get("type") != "json_schema":
         return wanted
     schema = {name: value for name, value in wanted.items() if name != "type"}

@@ -6,7 +6,7 @@ import json
 
 import httpx
 import pytest
-from serving import MODEL, TEXT, run_server, text_script
+from serving import MODEL, TEXT, prompt_of, run_server, text_script
 
 HELLO = [{"role": "user", "content": "hello"}]
 WEATHER = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
@@ -139,22 +139,8 @@ def test_a_call_that_is_cut_off():
         assert message["content"][-1]["input"] == {"__partial_json": '{"city": "'}
 
 
-def prompt_of(server, **fields) -> str:
-    """What the model reads, learnt from the engine."""
-    seen = []
-    original = server.engine.add_requests
-
-    async def spy(prompts, *args, **kwargs):
-        seen.append(bytes(prompts[0]).decode())
-        return await original(prompts, *args, **kwargs)
-
-    server.engine.add_requests = spy
-    try:
-        response = server.post("/v1/messages", {"max_tokens": 1, **fields})
-        assert response.status_code == 200, response.text
-    finally:
-        server.engine.add_requests = original
-    return seen[0]
+def read_by_the_model(server, **fields) -> str:
+    return prompt_of(server, "/v1/messages", {"max_tokens": 1, **fields})
 
 
 def test_the_conversation_in_the_prompt(server):
@@ -178,7 +164,9 @@ def test_the_conversation_in_the_prompt(server):
             ],
         },
     ]
-    assert prompt_of(server, system=[{"type": "text", "text": "Be brief."}], messages=conversation) == (
+    assert read_by_the_model(
+        server, system=[{"type": "text", "text": "Be brief."}], messages=conversation
+    ) == (
         "[system] Be brief.\n[user] a\nb\n"
         '[assistant] c\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Kö"}}\n</tool_call>\n'
         "[user] <tool_response>\nrain\n</tool_response>\n<tool_response>\nError: no\n</tool_response>\n"
@@ -188,7 +176,7 @@ def test_the_conversation_in_the_prompt(server):
 
 def test_the_model_goes_on_with_a_message_that_is_begun(server):
     begun = [*HELLO, {"role": "assistant", "content": "Well"}]
-    assert prompt_of(server, messages=begun) == "[user] hello\n[assistant] Well"
+    assert read_by_the_model(server, messages=begun) == "[user] hello\n[assistant] Well"
 
 
 def test_count_tokens(server):

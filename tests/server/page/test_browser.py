@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from helpers.node_project import node_project
 from serving import run_server
 
 HERE = Path(__file__).parent / "browser"
@@ -22,16 +23,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
     """A folder with the script and what drives the browser."""
-    if not shutil.which("node") or not shutil.which("npm"):
-        pytest.skip("node and npm are not installed")
-    folder = tmp_path_factory.mktemp("browser")
-    for path in HERE.iterdir():
-        shutil.copy(path, folder)
-    command = ["npm", "install", "--no-audit", "--no-fund", "--prefer-offline"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-    if done.returncode:
-        pytest.skip(f"playwright-core cannot be installed: {done.stderr.splitlines()[:1]}")
-    return folder
+    return node_project(HERE, tmp_path_factory.mktemp("browser"))
 
 
 def test_the_page(project):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 
 import httpx
 import openai
 import pytest
-from serving import MODEL, TEXT, run_server, text_script
+from serving import MODEL, TEXT, prompt_of, run_server, text_script
 
 WEATHER = {
     "type": "function",
     "name": "weather",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
+NESTED: dict = functools.reduce(lambda inner, _: {"a": inner}, range(300), {})
 CALLS = (
     "<think>\nHm.\n</think>\nLet me see.\n"
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Ko"}}\n</tool_call>'
@@ -145,21 +147,8 @@ def test_logprobs(brief):
     assert all(len(entry["top_logprobs"]) == 1 for entry in entries)
 
 
-def prompt_of(server, **fields) -> str:
-    seen = []
-    original = server.engine.add_requests
-
-    async def spy(prompts, *args, **kwargs):
-        seen.append(bytes(prompts[0]).decode())
-        return await original(prompts, *args, **kwargs)
-
-    server.engine.add_requests = spy
-    try:
-        response = server.post("/v1/responses", fields)
-        assert response.status_code == 200, response.text
-    finally:
-        server.engine.add_requests = original
-    return seen[0]
+def read_by_the_model(server, **fields) -> str:
+    return prompt_of(server, "/v1/responses", fields)
 
 
 def test_items_in_the_prompt(brief):
@@ -179,7 +168,7 @@ def test_items_in_the_prompt(brief):
         {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "y"}]},
     ]
     call = '<tool_call>\n{"name": "%s", "arguments": {}}\n</tool_call>'
-    assert prompt_of(brief, instructions="a", input=items) == (
+    assert read_by_the_model(brief, instructions="a", input=items) == (
         f"[system] a\n\nb\n[user] c\n[assistant] d\n\n{call % 'f'}\n{call % 'g'}\n"
         "[user] <tool_response>\nx\n</tool_response>\n<tool_response>\ny\n</tool_response>\n"
     )
@@ -190,14 +179,16 @@ def test_turns_follow_each_other(calling):
     call = first["output"][-1]
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
     fields = {"previous_response_id": first["id"], "input": [output]}
-    prompt = prompt_of(calling, **fields)
+    prompt = read_by_the_model(calling, **fields)
     assert (
         prompt.startswith("[user] hi\n[assistant] Let me see.")
         and '"city": "Ko"' in prompt
         and "rain" in prompt
     )
     second = calling.post("/v1/responses", fields).json()
-    third = prompt_of(calling, previous_response_id=second["id"], input="more", instructions="Be brief.")
+    third = read_by_the_model(
+        calling, previous_response_id=second["id"], input="more", instructions="Be brief."
+    )
     assert third.startswith("[system] Be brief.\n[user] hi\n") and third.endswith("[user] more\n")
     assert third.count("rain") == 1
 
@@ -297,6 +288,9 @@ def test_a_stream_in_the_background_can_be_taken_up_again(brief):
     path = f"{brief.url}/v1/responses/{events[0]['response']['id']}"
     again = httpx.get(path, params={"stream": "true", "starting_after": 4}).text
     assert [json.loads(line[6:]) for line in again.splitlines() if line.startswith("data: ")] == events[5:]
+    for wrong in (-7, "x", "nan"):
+        refused = httpx.get(path, params={"stream": "true", "starting_after": wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "starting_after")
 
 
 def test_a_response_in_the_background_outlives_its_client_and_can_be_cancelled():
@@ -360,6 +354,9 @@ def test_a_client_that_leaves_its_stream_ends_it():
             "input[0].content[0].type",
         ),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}, 400, "input[0].arguments"),
+        ({"input": [{"role": "user", "content": "x", "status": NESTED}]}, 400, "input"),
+        ({"input": [{"role": "user", "content": "x", "status": 10**30}]}, 400, "input"),
+        ({"tools": [{**WEATHER, "parameters": {"properties": {"a": NESTED}}}]}, 400, "tools"),
         ({"previous_response_id": "resp_none"}, 404, "previous_response_id"),
         ({"max_output_tokens": 0}, 400, "max_output_tokens"),
         ({"temperature": 9}, 400, "temperature"),
@@ -380,6 +377,11 @@ def test_a_client_that_leaves_its_stream_ends_it():
 def test_refusals(brief, fields, status, param, stream):
     response = brief.post("/v1/responses", {"input": "hi", "stream": stream, **fields})
     assert (response.status_code, response.json()["error"]["param"]) == (status, param), response.text
+
+
+def test_a_role_means_something_in_messages_only(brief):
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "role": ["odd"]}
+    assert brief.post("/v1/responses", {"input": [call]}).status_code == 200
 
 
 def test_input_tokens(brief):
