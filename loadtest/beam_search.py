@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compare_transformers import load_transformers
-from prompts import make_prompts
 from tqdm import tqdm
+
+from streamllm.bench.prompts import make_prompts
 
 if TYPE_CHECKING:
     from streamllm import LLM, BeamSearchParams

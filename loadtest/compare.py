@@ -21,13 +21,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from client import RequestFailure
 from comparison import plot, render
 from engines import Engine, Programs, Run, Setting, catalogue
 from loads import KINDS, Load, LoadOptions, check, make_loads, make_warm_up, record
 from model_formats import ModelFormats
 from servers import EngineFailure
 from tqdm import tqdm
+
+from streamllm.bench.client import RequestFailure
 
 DEFAULTS = Programs()
 

@@ -24,10 +24,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from client import Client, RequestFailure, run_load
-from prompts import Request, make_prompts, output_lengths
 from servers import EngineFailure, free_port, server
 from tqdm import tqdm
+
+from streamllm.bench.client import Client, RequestFailure, run_load
+from streamllm.bench.prompts import Request, make_prompts, output_lengths
 
 if TYPE_CHECKING:
     from streamllm import LLM

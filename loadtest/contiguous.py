@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from figures import Average, Figures, Window
-from traces import MAX_LENGTH, Lengths
+
+from streamllm.bench.traces import MAX_LENGTH, Lengths
 
 
 class ContiguousMemory:

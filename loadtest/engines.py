@@ -17,11 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from client import Client, Result, run_lean, run_load
 from loads import Load
 from model_formats import ModelFormats
-from prompts import Request
 from servers import EngineFailure, free_port, last_lines, process, server
+
+from streamllm.bench.client import Client, Result, run_lean, run_load
+from streamllm.bench.prompts import Request
 
 WORKER = Path(__file__).with_name("worker.py")
 REQUEST_TIMEOUT = 3600.0

@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from client import Result
-from prompts import Request, make_prompts, output_lengths
-from report import summarise
 from servers import EngineFailure
+
+from streamllm.bench.client import Result
+from streamllm.bench.prompts import Request, make_prompts, output_lengths
+from streamllm.bench.report import summarise
 
 LONG_PROMPT_TOKENS = 2000
 SHARED_TOKENS = 1500

@@ -30,7 +30,8 @@ from contiguous import RESERVATIONS, run_contiguous
 from figures import Figures, Window
 from paged import BLOCK_SIZE, Decoding, run_paged
 from tqdm import tqdm
-from traces import MAX_LENGTH, TRACES, Lengths
+
+from streamllm.bench.traces import MAX_LENGTH, TRACES, Lengths
 
 WIDTHS = (2, 4, 6)
 DECODINGS = (

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from beams import Recording
 from driver import Driver
 from figures import Average, Figures, Window
-from traces import MAX_LENGTH, Lengths, random_prompts
 
+from streamllm.bench.traces import MAX_LENGTH, Lengths, random_prompts
 from streamllm.engine.beam_search import BeamSearch
 from streamllm.engine.request import Request
 from streamllm.engine.stats import memory_figures

@@ -19,11 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from client import PATHS, Client, RequestFailure, Result, run_lean, run_load
-from prompts import WORDS, Request, TokensPerWord, make_prompts, output_lengths, poisson_arrivals
-from report import plot, render, request_rows, summarise
 from tqdm import tqdm
 from verify import check_idle, compare_alone
+
+from streamllm.bench.client import PATHS, Client, RequestFailure, Result, run_lean, run_load
+from streamllm.bench.prompts import (
+    WORDS,
+    Request,
+    TokensPerWord,
+    make_prompts,
+    output_lengths,
+    poisson_arrivals,
+)
+from streamllm.bench.report import plot, render, request_rows, summarise
 
 DEFAULT_CONCURRENCY = 32
 

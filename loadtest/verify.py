@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from client import Client, RequestFailure, Result
-from prompts import Request
+from streamllm.bench.client import Client, RequestFailure, Result
+from streamllm.bench.prompts import Request
 
 IDLE_WITHIN = 1.0
 """Seconds after the last answer within which the server must hold nothing."""

@@ -98,7 +98,8 @@ class StaticBatches:
 
     def run(self, work: Work, concurrency: int, clock: Clock) -> list[dict[str, Any]]:
         from compare_transformers import generate_static
-        from prompts import Request
+
+        from streamllm.bench.prompts import Request
 
         results = []
         for start in range(0, len(work), concurrency):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from compare_transformers import generate_http, generate_static, render
 from fake_openai_server import FakeServer
-from prompts import Request
+
+from streamllm.bench.prompts import Request
 
 LOADTEST = Path(__file__).resolve().parents[2] / "loadtest"
 REQUESTS = [

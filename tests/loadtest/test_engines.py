@@ -21,8 +21,9 @@ from engines import (
 )
 from helpers.tiny_models import VOCAB_SIZE, make_tiny_model
 from loads import Load
-from prompts import Request
 from servers import EngineFailure, process, server
+
+from streamllm.bench.prompts import Request
 
 
 @pytest.fixture

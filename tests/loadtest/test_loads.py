@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from client import Result
 from loads import KINDS, Load, LoadOptions, check, figures, make_loads, make_warm_up
-from prompts import Request
 from servers import EngineFailure
 
+from streamllm.bench.client import Result
+from streamllm.bench.prompts import Request
 from streamllm.text.tokenizer import Tokenizer
 
 OPTIONS = LoadOptions(

@@ -18,8 +18,8 @@ from contiguous import (
 )
 from figures import Window
 from paged import BLOCK_SIZE, Decoding, run_paged
-from traces import MAX_LENGTH, TRACES, Lengths
 
+from streamllm.bench.traces import MAX_LENGTH, TRACES, Lengths
 from streamllm.engine.beam_search import BeamSearch
 from streamllm.sampling_params import BeamSearchParams
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from client import Result
+
+from streamllm.bench.client import Result
 
 TITLES = {
     "ttft": ("TTFT", "Time to First Token"),

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable
 
 import httpx
 import pytest
-from transport import LeanTransport
+
+from streamllm.bench.transport import LeanTransport
 
 Answer = list[bytes]
 """Pieces that the server writes, each by itself."""

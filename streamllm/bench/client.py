@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 import httpx
 import orjson
-from prompts import Request
-from transport import LeanTransport
+
+from streamllm.bench.prompts import Request
+from streamllm.bench.transport import LeanTransport
 
 Outcome = TypeVar("Outcome")
 

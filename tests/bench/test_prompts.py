@@ -4,7 +4,8 @@ import statistics
 from itertools import pairwise
 
 import pytest
-from prompts import WORDS, TokensPerWord, make_prompts, output_lengths, poisson_arrivals
+
+from streamllm.bench.prompts import WORDS, TokensPerWord, make_prompts, output_lengths, poisson_arrivals
 
 
 def test_poisson_arrivals_have_the_asked_rate() -> None:

@@ -3,7 +3,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from client import sse_data
+
+from streamllm.bench.client import sse_data
 
 STREAM = ": ping\r\n\r\ndata: one\u2028\x85 line\r\n\r\nevent: x\ndata:two\n\ndata: [DONE]\n\n".encode()
 

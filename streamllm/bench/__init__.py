@@ -1,0 +1,1 @@
+"""The load generator: requests, their timing and the report, for ``streamllm bench`` and ``loadtest/``."""
