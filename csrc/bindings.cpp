@@ -21,6 +21,7 @@
 #include "cpu/philox.hpp"
 #include "cpu/plan.hpp"
 #include "cpu/thread_pool.hpp"
+#include "host_calls.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -89,9 +90,13 @@ NormArgs norm_args(Address x, int64_t x_stride, Address residual, int64_t residu
 }
 
 void embedding(Plan& plan, Address token_ids, std::shared_ptr<PackedMatrix> weight, Address out,
-               int64_t out_stride) {
-  plan.add(
-      make_embedding(pointer<const int32_t>(token_ids), std::move(weight), pointer<float>(out), out_stride));
+               int64_t out_stride, int64_t first_row) {
+  plan.add(make_embedding(pointer<const int32_t>(token_ids), std::move(weight), first_row,
+                          pointer<float>(out), out_stride));
+}
+
+void call(Plan& plan, nb::callable function, bool on_outputs) {
+  plan.add(make_host_call(streamllm::host_call(std::move(function)), on_outputs, plan.failure()));
 }
 
 void rms_norm(Plan& plan, Address x, int64_t x_stride, Address residual, int64_t residual_stride,
@@ -309,6 +314,7 @@ void sample(Plan& plan, Address logits, int64_t logits_stride, int64_t vocab_siz
 NB_MODULE(_native, m) {
   // Plans and weights live as long as the process; the interpreter's exit is no leak.
   nb::set_leak_warnings(false);
+  streamllm::close_at_exit();
 
   m.def("instruction_sets", &instruction_sets);
   m.def("weight_formats", &weight_formats);
@@ -391,8 +397,9 @@ NB_MODULE(_native, m) {
           "slots"_a, "count"_a);
 
   nb::class_<Plan>(m, "Plan")
-      .def(nb::init<std::shared_ptr<ThreadPool>>(), "pool"_a)
-      .def("embedding", &embedding, "token_ids"_a, "weight"_a, "out"_a, "out_stride"_a)
+      .def(nb::new_(&streamllm::make_plan), "pool"_a)
+      .def("embedding", &embedding, "token_ids"_a, "weight"_a, "out"_a, "out_stride"_a, "first_row"_a = 0)
+      .def("call", &call, "function"_a, "on_outputs"_a = false)
       .def("rms_norm", &rms_norm, "x"_a, "x_stride"_a, "residual"_a, "residual_stride"_a, "weight"_a, "dim"_a,
            "eps"_a, "out"_a, "out_stride"_a, "quantized"_a = false, "on_outputs"_a = false)
       .def("layer_norm", &layer_norm, "x"_a, "x_stride"_a, "residual"_a, "residual_stride"_a, "weight"_a,

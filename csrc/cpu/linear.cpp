@@ -13,8 +13,12 @@ namespace {
 
 class EmbeddingOp final : public Op {
  public:
-  EmbeddingOp(const int32_t* token_ids, MatrixPtr weight, float* out, int64_t out_stride)
-      : token_ids_(token_ids), weight_(std::move(weight)), out_(out), out_stride_(out_stride) {}
+  EmbeddingOp(const int32_t* token_ids, MatrixPtr weight, int64_t first_row, float* out, int64_t out_stride)
+      : token_ids_(token_ids),
+        weight_(std::move(weight)),
+        first_row_(first_row),
+        out_(out),
+        out_stride_(out_stride) {}
 
   int64_t prepare(const RunSizes& sizes, int) override {
     rows_ = sizes.tokens;
@@ -24,14 +28,14 @@ class EmbeddingOp final : public Op {
   void run_tile(int64_t tile, int) noexcept override {
     const int64_t first = tile * rows_per_tile_;
     for (int64_t row = first; row < std::min(first + rows_per_tile_, rows_); ++row) {
-      write_row(token_ids_[row], out_ + row * out_stride_);
+      write_row(token_ids_[row] - first_row_, out_ + row * out_stride_);
     }
   }
 
  private:
-  void write_row(int64_t id, float* out) const {
+  void write_row(int64_t weight_row, float* out) const {
     for (const PackedMatrix::Segment& segment : weight_->segments()) {
-      const int64_t column = id - segment.first_row;
+      const int64_t column = weight_row - segment.first_row;
       if (column < 0 || column >= segment.rows) continue;
       weight_kernels(segment.format)
           .unpack_column(segment.panels.get() + column / kPanelColumns * segment.panel_bytes,
@@ -43,6 +47,7 @@ class EmbeddingOp final : public Op {
 
   const int32_t* const token_ids_;
   const MatrixPtr weight_;
+  const int64_t first_row_;
   float* const out_;
   const int64_t out_stride_;
   const int64_t rows_per_tile_ = light_rows_per_tile(weight_->k());
@@ -149,11 +154,11 @@ class LinearOp final : public Op {
 
 }  // namespace
 
-std::unique_ptr<Op> make_embedding(const int32_t* token_ids, MatrixPtr weight, float* out,
+std::unique_ptr<Op> make_embedding(const int32_t* token_ids, MatrixPtr weight, int64_t first_row, float* out,
                                    int64_t out_stride) {
   check_address("token_ids", token_ids);
   check_rows("out", out, out_stride, weight->k());
-  return std::make_unique<EmbeddingOp>(token_ids, std::move(weight), out, out_stride);
+  return std::make_unique<EmbeddingOp>(token_ids, std::move(weight), first_row, out, out_stride);
 }
 
 std::unique_ptr<Op> make_quantize(const float* x, int64_t x_stride, int64_t k, bool on_outputs,

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <exception>
+#include <functional>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -74,6 +77,31 @@ class GatherRowsOp final : public Op {
   const int64_t dim_;
   float* const out_;
   const int64_t out_stride_;
+  int64_t rows_ = 0;
+};
+
+class HostCallOp final : public Op {
+ public:
+  HostCallOp(std::function<void(int64_t)> function, bool on_outputs, std::shared_ptr<RunFailure> failure)
+      : function_(std::move(function)), on_outputs_(on_outputs), failure_(std::move(failure)) {}
+
+  int64_t prepare(const RunSizes& sizes, int) override {
+    rows_ = on_outputs_ ? sizes.outputs : sizes.tokens;
+    return rows_ > 0 ? 1 : 0;
+  }
+
+  void run_tile(int64_t, int) noexcept override {
+    try {
+      function_(rows_);
+    } catch (...) {
+      *failure_ = std::current_exception();
+    }
+  }
+
+ private:
+  const std::function<void(int64_t)> function_;
+  const bool on_outputs_;
+  const std::shared_ptr<RunFailure> failure_;
   int64_t rows_ = 0;
 };
 
@@ -150,6 +178,11 @@ std::unique_ptr<Op> make_gather_rows(const float* x, int64_t x_stride, const int
   check_address("indices", indices);
   check_rows("out", out, out_stride, dim);
   return std::make_unique<GatherRowsOp>(x, x_stride, indices, dim, out, out_stride);
+}
+
+std::unique_ptr<Op> make_host_call(std::function<void(int64_t)> function, bool on_outputs,
+                                   std::shared_ptr<RunFailure> failure) {
+  return std::make_unique<HostCallOp>(std::move(function), on_outputs, std::move(failure));
 }
 
 Activation activation_from_name(const char* name) {

@@ -2,6 +2,7 @@
 // keeps the addresses; the memory must outlive the plan's runs.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -65,9 +66,14 @@ struct ExpertsArgs {
   bool on_outputs;
 };
 
-// out[t, :] = weight[token_ids[t], :]; an id outside the matrix gives zeros.
-std::unique_ptr<Op> make_embedding(const int32_t* token_ids, MatrixPtr weight, float* out,
+// out[t, :] = weight[token_ids[t] - first_row, :]; an id outside the matrix gives zeros.
+std::unique_ptr<Op> make_embedding(const int32_t* token_ids, MatrixPtr weight, int64_t first_row, float* out,
                                    int64_t out_stride);
+
+// Calls `function` with the number of rows, on the driver thread; not for a run without rows. What it throws
+// becomes the run's failure.
+std::unique_ptr<Op> make_host_call(std::function<void(int64_t)> function, bool on_outputs,
+                                   std::shared_ptr<RunFailure> failure);
 
 // Leaves x quantised at the beginning of `scratch`, for an operation that follows.
 std::unique_ptr<Op> make_quantize(const float* x, int64_t x_stride, int64_t k, bool on_outputs,

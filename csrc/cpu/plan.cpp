@@ -7,7 +7,7 @@ namespace streamllm::cpu {
 
 Plan::Plan(std::shared_ptr<ThreadPool> pool) : pool_(std::move(pool)) {}
 
-Plan::~Plan() { wait(); }
+Plan::~Plan() { wait_noexcept(); }
 
 void Plan::add(std::unique_ptr<Op> op) {
   if (pool_->holds(*this)) throw std::runtime_error("the plan is running: record operations before or after");
@@ -19,6 +19,7 @@ void Plan::submit(const RunSizes& sizes, int event_fd) {
     throw std::invalid_argument("num_tokens, num_sequences and num_outputs must not be negative");
   }
   pool_->reserve(*this);
+  *failure_ = nullptr;
   try {
     for (Step& step : steps_) {
       step.num_tiles = step.op->prepare(sizes, pool_->num_threads());
@@ -31,10 +32,16 @@ void Plan::submit(const RunSizes& sizes, int event_fd) {
   pool_->launch(event_fd);
 }
 
-void Plan::wait() { pool_->wait(*this); }
+void Plan::wait() {
+  pool_->wait(*this);
+  if (*failure_) std::rethrow_exception(std::exchange(*failure_, nullptr));
+}
 
 void Plan::run() noexcept {
-  for (Step& step : steps_) pool_->parallel_for(step.num_tiles, *step.op);
+  for (Step& step : steps_) {
+    pool_->parallel_for(step.num_tiles, *step.op);
+    if (*failure_) return;
+  }
 }
 
 }  // namespace streamllm::cpu

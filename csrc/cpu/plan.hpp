@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <vector>
 
@@ -41,6 +42,10 @@ class Scratch {
   std::vector<Line> lines_;
 };
 
+// What an operation of the run in progress threw, if one did: the run ends there. An operation that may fail
+// has one tile, so that the driver alone reads and writes it.
+using RunFailure = std::exception_ptr;
+
 class Plan : private Job {
  public:
   explicit Plan(std::shared_ptr<ThreadPool> pool);
@@ -54,12 +59,15 @@ class Plan : private Job {
   size_t num_ops() const { return steps_.size(); }
   int num_threads() const { return pool_->num_threads(); }
   const std::shared_ptr<Scratch>& scratch() const { return scratch_; }
+  const std::shared_ptr<RunFailure>& failure() const { return failure_; }
 
   // Replays all operations in order, on the pool's threads; the driver then writes 1 to `event_fd` (-1:
   // none). Throws std::runtime_error if the pool is busy, std::invalid_argument for negative sizes or index
   // arrays that contradict them.
   void submit(const RunSizes& sizes, int event_fd);
+  // Blocks until the run is done; throws, once, what ended it before its end.
   void wait();
+  void wait_noexcept() noexcept { pool_->wait(*this); }
 
  private:
   struct Step {
@@ -71,6 +79,7 @@ class Plan : private Job {
 
   std::shared_ptr<ThreadPool> pool_;
   std::shared_ptr<Scratch> scratch_ = std::make_shared<Scratch>();
+  std::shared_ptr<RunFailure> failure_ = std::make_shared<RunFailure>();
   std::vector<Step> steps_;
 };
 

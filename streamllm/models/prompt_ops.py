@@ -80,7 +80,8 @@ class PromptOps:
         self._on_product = on_product
         self._keys_and_values: tuple[Array, Array]
 
-    def embedding(self, batch: object, weight: StoredMatrix) -> Array:
+    def embedding(self, batch: object, weight: StoredMatrix, first_row: int | None = None) -> Array:
+        assert first_row is None, "the weights of a checkpoint have all rows"
         return self._rows(weight, self._token_ids)
 
     def position_embedding(self, batch: object, weight: StoredMatrix) -> Array:

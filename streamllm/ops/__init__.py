@@ -191,8 +191,13 @@ class Ops(Protocol):
         Recorded plans and captured graphs stay as they are. No step in flight may have rows with this slot.
         """
 
-    def embedding(self, batch: Batch, weight: Matrix) -> Buffer:
-        """``weight[token_ids]``: ``[tokens, hidden]``."""
+    def embedding(self, batch: Batch, weight: Matrix, first_row: int | None = None) -> Buffer:
+        """``weight[token_ids]``: ``[tokens, hidden]``.
+
+        Args:
+            first_row: the weight has rows of some tokens only, from this one on, and the others have zeros;
+                ``None``: it has all.
+        """
 
     def position_embedding(self, batch: Batch, weight: Matrix) -> Buffer:
         """``weight[position]`` of each token, for models that learn positions: ``[tokens, hidden]``."""

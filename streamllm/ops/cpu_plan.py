@@ -110,8 +110,8 @@ class CpuOps(PlanRecorder):
         if self._adapters is not None:
             self._adapters.assign(batch.lora_slots[: batch.num_tokens if batch.has_adapters else 0])
 
-    def embedding(self, batch: StepInputs, weight: PackedLinear) -> PlanBuffer:
-        return self._weight_rows(batch.token_ids, batch, weight)
+    def embedding(self, batch: StepInputs, weight: PackedLinear, first_row: int | None = None) -> PlanBuffer:
+        return self._weight_rows(batch.token_ids, batch, weight, first_row or 0)
 
     def position_embedding(self, batch: StepInputs, weight: PackedLinear) -> PlanBuffer:
         return self._weight_rows(batch.rope_rows, batch, weight)
@@ -157,7 +157,7 @@ class CpuOps(PlanRecorder):
         return x
 
     def linear(self, x: PlanBuffer, weight: PackedLinear) -> PlanBuffer:
-        out = self._new(weight.packed.n, on_outputs=x.on_outputs)
+        out = self.new_buffer(weight.packed.n, on_outputs=x.on_outputs)
         self._record(
             (x, out),
             lambda plan: plan.linear(
@@ -222,7 +222,7 @@ class CpuOps(PlanRecorder):
         return qkv
 
     def paged_attention(self, q: PlanBuffer, batch: StepInputs, attention: Attention) -> PlanBuffer:
-        out = self._new(attention.q_width)
+        out = self.new_buffer(attention.q_width)
         keys, values = batch.kv_cache.planes[attention.place]
         self._record(
             (q, out),
@@ -254,7 +254,7 @@ class CpuOps(PlanRecorder):
         return out
 
     def activate(self, x: PlanBuffer, activation: Activation) -> PlanBuffer:
-        out = self._new(x.width, on_outputs=x.on_outputs)
+        out = self.new_buffer(x.width, on_outputs=x.on_outputs)
         self._record(
             (x, out),
             lambda plan: plan.activate(
@@ -265,7 +265,7 @@ class CpuOps(PlanRecorder):
         return out
 
     def gate_and_mul(self, x: PlanBuffer, gate: Gate) -> PlanBuffer:
-        out = self._new(x.width // 2, on_outputs=x.on_outputs)
+        out = self.new_buffer(x.width // 2, on_outputs=x.on_outputs)
         self._record(
             (x, out),
             lambda plan: plan.gate_and_mul(
@@ -285,8 +285,8 @@ class CpuOps(PlanRecorder):
 
     def experts(self, x: PlanBuffer, router_logits: PlanBuffer, experts: Experts) -> PlanBuffer:
         width = experts.down.packed[0].k
-        active = self._new(width, on_outputs=x.on_outputs, rows_per_token=experts.top_k)
-        out = self._new(x.width, on_outputs=x.on_outputs)
+        active = self.new_buffer(width, on_outputs=x.on_outputs, rows_per_token=experts.top_k)
+        out = self.new_buffer(x.width, on_outputs=x.on_outputs)
         self._record(
             (x, router_logits, active, out),
             lambda plan: emit_experts(plan, experts, x, router_logits, active, out),
@@ -296,7 +296,7 @@ class CpuOps(PlanRecorder):
         return out
 
     def select_rows(self, x: PlanBuffer, batch: StepInputs) -> PlanBuffer:
-        out = self._new(x.width, on_outputs=True)
+        out = self.new_buffer(x.width, on_outputs=True)
         self._record(
             (x, out),
             lambda plan: plan.gather_rows(
@@ -338,12 +338,16 @@ class CpuOps(PlanRecorder):
             sampling,
         )
 
-    def _weight_rows(self, indices: np.ndarray, batch: StepInputs, weight: PackedLinear) -> PlanBuffer:
+    def _weight_rows(
+        self, indices: np.ndarray, batch: StepInputs, weight: PackedLinear, first_row: int = 0
+    ) -> PlanBuffer:
         """The rows of a weight that an array of the batch names, one a token."""
-        out = self._new(weight.packed.k)
+        out = self.new_buffer(weight.packed.k)
         self._record(
             (out,),
-            lambda plan: plan.embedding(address_of(indices), weight.packed, out.address, out.stride),
+            lambda plan: plan.embedding(
+                address_of(indices), weight.packed, out.address, out.stride, first_row
+            ),
             batch,
             weight,
         )
@@ -352,7 +356,7 @@ class CpuOps(PlanRecorder):
     def _norm(
         self, x: PlanBuffer, norm: RMSNorm | LayerNorm, residual: PlanBuffer | None
     ) -> tuple[PlanBuffer, PlanBuffer]:
-        out = self._new(x.width, on_outputs=x.on_outputs)
+        out = self.new_buffer(x.width, on_outputs=x.on_outputs)
 
         def emit(plan: Any) -> None:
             rows = (x.address, x.stride)

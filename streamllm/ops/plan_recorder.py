@@ -8,6 +8,7 @@ read is written quantised to begin with.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,6 +127,26 @@ class PlanRecorder:
         self._operations: list[_Operation] = []
         self._references: list[Any] = []
 
+    def host_call(self, buffers: Sequence[PlanBuffer], function: Callable[..., None]) -> None:
+        """Records a call of ``function`` with the rows of each buffer, to read or to write.
+
+        It is called on the thread that drives the plan, at its place among the operations, unless there are
+        no rows. What it raises ends the run and comes out of the native plan's ``wait()``.
+
+        Args:
+            buffers: at least one, all of them either on outputs or not.
+            function: takes as many arrays, float32 ``[rows, width]``, valid until it returns.
+        """
+        on_outputs = buffers[0].on_outputs
+        if any(buffer.on_outputs != on_outputs or buffer.rows_per_token != 1 for buffer in buffers):
+            raise ValueError("the buffers of a host call must have equally many rows")
+
+        def emit(plan: Any) -> None:
+            arrays = [self._array(buffer) for buffer in buffers]
+            plan.call(lambda num_rows: function(*[array[:num_rows] for array in arrays]), on_outputs)
+
+        self._record(tuple(buffers), emit)
+
     def compile(self, keep: Sequence[PlanBuffer] = ()) -> CompiledPlan:
         """Turns what was recorded since the last call into a plan.
 
@@ -141,7 +162,8 @@ class PlanRecorder:
             operation.emit(plan)
         return CompiledPlan(plan, arena, [self.pool, *references])
 
-    def _new(self, width: int, *, on_outputs: bool = False, rows_per_token: int = 1) -> PlanBuffer:
+    def new_buffer(self, width: int, *, on_outputs: bool = False, rows_per_token: int = 1) -> PlanBuffer:
+        """What an operation writes."""
         return PlanBuffer(on_outputs, width, row_stride(width), rows_per_token=rows_per_token)
 
     def _record(
@@ -153,6 +175,12 @@ class PlanRecorder:
     ) -> None:
         self._operations.append(_Operation(buffers, emit, quantizable))
         self._references.extend(references)
+
+    def _array(self, buffer: PlanBuffer) -> np.ndarray:
+        """All rows that a placed buffer has room for, ``[max rows, width]``: a view."""
+        shape = (self._num_bytes(buffer) // (buffer.stride * 4), buffer.stride)
+        floats = (ctypes.c_float * (shape[0] * shape[1])).from_address(buffer.address)
+        return np.ctypeslib.as_array(floats).reshape(shape)[:, : buffer.width]
 
     def _num_bytes(self, buffer: PlanBuffer) -> int:
         rows = (self._max_outputs if buffer.on_outputs else self._max_tokens) * buffer.rows_per_token

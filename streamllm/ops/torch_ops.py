@@ -134,8 +134,12 @@ class TorchOps:
                 out[rows, first_row : first_row + len(b)] += x[rows] @ a.T @ b.T
         return out
 
-    def embedding(self, batch: StepInputs, weight: TorchLinear) -> Tensor:
-        return weight.weight[_tensor(batch.token_ids, batch.num_tokens)]
+    def embedding(self, batch: StepInputs, weight: TorchLinear, first_row: int | None = None) -> Tensor:
+        ids = _tensor(batch.token_ids, batch.num_tokens)
+        if first_row is None:
+            return weight.weight[ids]
+        missing = (ids < first_row) | (ids >= first_row + len(weight.weight))
+        return weight.weight[(ids - first_row).masked_fill(missing, 0)].masked_fill(missing[:, None], 0.0)
 
     def position_embedding(self, batch: StepInputs, weight: TorchLinear) -> Tensor:
         return weight.weight[_tensor(batch.rope_rows, batch.num_tokens)]

@@ -232,9 +232,12 @@ class GpuOps:
 
     # -- operations ----------------------------------------------------------------------------------------
 
-    def embedding(self, batch: DeviceBatch, weight: WeightMatrix) -> Tensor:
+    def embedding(self, batch: DeviceBatch, weight: WeightMatrix, first_row: int | None = None) -> Tensor:
         out = self._new(batch.num_tokens, weight.shape[1])
-        self.launch(lambda: weight.gather(out, batch.token_ids))
+        if first_row is None:
+            self.launch(lambda: weight.gather(out, batch.token_ids))
+        else:
+            self.launch(lambda: _gather_present(out, weight, batch.token_ids - first_row))
         return out
 
     def position_embedding(self, batch: DeviceBatch, weight: WeightMatrix) -> Tensor:
@@ -378,6 +381,13 @@ def _head_norms(attention: Attention) -> tuple[Tensor, Tensor, float] | None:
     if q_norm.size != attention.head_dim or k_norm.size != attention.head_dim:
         return None
     return q_norm.weight, k_norm.weight, q_norm.eps
+
+
+def _gather_present(out: Tensor, weight: WeightMatrix, rows: Tensor) -> None:
+    """``out = weight[rows]``, with zeros for rows that it does not have."""
+    missing = (rows < 0) | (rows >= weight.shape[0])
+    weight.gather(out, rows.masked_fill(missing, 0))
+    out.masked_fill_(missing[:, None], 0.0)
 
 
 def _run(operation: Callable[[], Any]) -> None:
