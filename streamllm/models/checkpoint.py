@@ -40,8 +40,11 @@ class Checkpoint(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, matrices as [rows (outputs), columns (inputs)]. ``ModelLoadError`` without it."""
 
-    def read(self, name: str) -> npt.NDArray[np.float32]:
+    def read(self, name: str, rows: slice | None = None) -> npt.NDArray[np.float32]:
         """A tensor as float32, C-contiguous; may be a read-only view of the file.
+
+        Args:
+            rows: the only ones that are wanted (of a vector, elements), from ``start`` to ``stop``.
 
         Raises:
             ModelLoadError: the tensor is missing, or stored in a type that cannot be read.
@@ -54,8 +57,11 @@ class Checkpoint(Protocol):
     def num_bytes(self, name: str) -> int:
         """Bytes that a tensor takes in the file."""
 
-    def read_stored(self, name: str) -> StoredRows:
+    def read_stored(self, name: str, rows: slice | None = None) -> StoredRows:
         """A matrix as stored, its rows in the order of :meth:`read`; may be a read-only view of the file.
+
+        Args:
+            rows: the only ones that are wanted, from ``start`` to ``stop``.
 
         Raises:
             ModelLoadError: the tensor is missing.

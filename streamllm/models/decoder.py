@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from streamllm.models.kv_layout import kv_layout
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.weights import WeightLoader
 from streamllm.ops import Activation, Attention, Batch, Buffer, Gate, Matrix, Ops, RMSNorm, Vector
@@ -104,7 +103,7 @@ def load_attention(
         qkv: the layers that make queries, keys and values; ``None``: ``q_proj``, ``k_proj``, ``v_proj``.
         scale: of the scores; ``None``: that of the heads' width.
     """
-    group, place = kv_layout(config.layer_windows).places[index]
+    group, place = config.kv_layout.places[index]
     rope = 0 if config.layer_ropes is None else config.layer_ropes[index]
     name = f"model.layers.{index}.self_attn"
     parts = qkv or [

@@ -47,8 +47,8 @@ class FolderCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensor(name).shape
 
-    def read(self, name: str) -> npt.NDArray[np.float32]:
-        tensor = self._tensor(name)
+    def read(self, name: str, rows: slice | None = None) -> npt.NDArray[np.float32]:
+        tensor = self._tensor(name).part(rows)
         tensor.will_need()
         return tensor.values(name)
 
@@ -58,8 +58,8 @@ class FolderCheckpoint:
     def num_bytes(self, name: str) -> int:
         return self._tensor(name).num_bytes
 
-    def read_stored(self, name: str) -> StoredRows:
-        tensor = self._tensor(name)
+    def read_stored(self, name: str, rows: slice | None = None) -> StoredRows:
+        tensor = self._tensor(name).part(rows)
         tensor.will_need()
         return StoredRows(tensor.format, tensor.stored())
 

@@ -81,9 +81,9 @@ class GGUFCheckpoint:
             for name, tensor in file.tensors.items()
             if (hf_name := hugging_face_name(name, names)) is not None
         }
-        self._interleaved_heads: dict[str, int] = {}
-        if GGUF_ARCHITECTURES[file.metadata["general.architecture"]].interleaved:
-            self._interleaved_heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+        is_interleaved = GGUF_ARCHITECTURES[file.metadata["general.architecture"]].interleaved
+        self._interleaved = ("q_proj", "k_proj") if is_interleaved else ()
+        self._head_dim = config.head_dim
 
     def names(self) -> set[str]:
         return set(self._tensors)
@@ -94,10 +94,12 @@ class GGUFCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensor(name).shape
 
-    def read(self, name: str) -> npt.NDArray[np.float32]:
+    def read(self, name: str, rows: slice | None = None) -> npt.NDArray[np.float32]:
         tensor = self._tensor(name)
+        if len(tensor.shape) == 2:
+            return to_float32(self.read_stored(name, rows), f"{tensor.name} in {tensor.path}")
         self._advise(tensor, mmap.MADV_WILLNEED)
-        values = self._in_order(name, read_values(stored_rows(self._files, tensor), tensor))
+        values = self._in_order(name, read_values(stored_rows(self._files, tensor), tensor), rows)
         return np.require(values, dtype=np.float32, requirements=["C", "A"])
 
     def format(self, name: str) -> str:
@@ -106,22 +108,31 @@ class GGUFCheckpoint:
     def num_bytes(self, name: str) -> int:
         return num_bytes(self._tensor(name))
 
-    def read_stored(self, name: str) -> StoredRows:
+    def read_stored(self, name: str, rows: slice | None = None) -> StoredRows:
         tensor = self._tensor(name)
-        self._advise(tensor, mmap.MADV_WILLNEED)
-        rows = stored_rows(self._files, tensor)
-        return StoredRows(rows.format, self._in_order(name, rows.data))
+        self._advise(tensor, mmap.MADV_WILLNEED, rows)
+        stored = stored_rows(self._files, tensor)
+        return StoredRows(stored.format, self._in_order(name, stored.data, rows))
 
     def release(self, name: str) -> None:
         self._advise(self._tensor(name), mmap.MADV_DONTNEED)
 
-    def _advise(self, tensor: GGUFTensor, advice: int) -> None:
-        advise(self._files[tensor.path], advice, tensor.offset, num_bytes(tensor))
+    def _advise(self, tensor: GGUFTensor, advice: int, rows: slice | None = None) -> None:
+        offset, size = tensor.offset, num_bytes(tensor)
+        if rows is not None:
+            row_bytes = size // max(tensor.shape[0], 1)
+            offset, size = offset + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes
+        advise(self._files[tensor.path], advice, offset, size)
 
-    def _in_order(self, name: str, rows: npt.NDArray[T]) -> npt.NDArray[T]:
-        """Hugging Face's order of a tensor's rows."""
-        num_heads = self._interleaved_heads.get(name.split(".")[-2])
-        return rows if num_heads is None else _uninterleave(rows, num_heads)
+    def _in_order(self, name: str, values: npt.NDArray[T], rows: slice | None) -> npt.NDArray[T]:
+        """Rows of a tensor in Hugging Face's order."""
+        rows = rows or slice(0, len(values))
+        if name.split(".")[-2] not in self._interleaved:
+            return values[rows]
+        first, last = rows.start // self._head_dim, -(-rows.stop // self._head_dim)
+        heads = values[first * self._head_dim : last * self._head_dim]
+        start = rows.start - first * self._head_dim
+        return _uninterleave(heads, last - first)[start : start + rows.stop - rows.start]
 
     def _tensor(self, name: str) -> GGUFTensor:
         if name not in self._tensors:

@@ -17,7 +17,6 @@ from streamllm.models.config_fields import ConfigFields
 from streamllm.models.decoder import AttentionBlock, attend
 from streamllm.models.gguf_config import GGUFFields
 from streamllm.models.hf_config import ACTIVATIONS, Defaults
-from streamllm.models.kv_layout import kv_layout
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.stored_layout import Sources, StoredLayout
 from streamllm.models.tensor_source import TensorPart
@@ -185,7 +184,7 @@ def load_weights(loader: WeightLoader, config: GPT2Config) -> GPT2Model:
 
 def _load_layer(loader: WeightLoader, config: GPT2Config, index: int) -> GPT2Layer:
     prefix, hidden, eps = f"transformer.h.{index}", config.hidden_size, config.layer_norm_eps
-    group, place = kv_layout(config.layer_windows).places[index]
+    group, place = config.kv_layout.places[index]
     qkv, attention_out, fc, out = (
         loader.linear([(name, rows)], columns, bias=True)
         for name, (rows, columns) in _matrices(config, index).items()

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+ELSEWHERE = (-1, -1)
+"""The place of a layer whose K and V are not here."""
+
 
 @dataclass(frozen=True)
 class KVLayout:
@@ -18,7 +21,8 @@ class KVLayout:
     Attributes:
         windows: per group, the positions that a row sees (its own included); ``None`` for all.
         layers_per_block: layers that one block holds K and V for.
-        places: per layer, (its group, its place among the group's layers).
+        places: per layer, (its group, its place among the group's layers); :data:`ELSEWHERE` for those that
+            another process has.
     """
 
     windows: tuple[int | None, ...]
@@ -30,19 +34,30 @@ class KVLayout:
         return len(self.windows)
 
 
-def kv_layout(layer_windows: Sequence[int | None]) -> KVLayout:
-    """The layout for layers with these windows (``None``: full attention)."""
+def kv_layout(layer_windows: Sequence[int | None], own_layers: range | None = None) -> KVLayout:
+    """The layout for layers with these windows (``None``: full attention).
+
+    Args:
+        own_layers: those whose K and V this process keeps; ``None``: all. The groups are the same whatever
+            they are, so that processes with different layers share block tables: each of them spreads the
+            layers that it has over all groups of their kind.
+    """
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(layer_windows):
         kinds.setdefault(window, []).append(layer)
-    layers_per_block = min(len(layers) for layers in kinds.values())
+    fewest = min(map(len, kinds.values()))
+    num_groups = {window: -(-len(layers) // fewest) for window, layers in kinds.items()}
+    own = {
+        window: [layer for layer in layers if own_layers is None or layer in own_layers]
+        for window, layers in kinds.items()
+    }
+    layers_per_block = max(-(-len(layers) // num_groups[window]) for window, layers in own.items())
     windows: list[int | None] = []
-    places: dict[int, tuple[int, int]] = {}
+    places = [ELSEWHERE] * len(layer_windows)
     # Full attention first: its groups decide how long a prefix hit can be.
     for window in sorted(kinds, key=lambda window: (window is not None, window)):
-        layers = kinds[window]
-        for start in range(0, len(layers), layers_per_block):
-            for place, layer in enumerate(layers[start : start + layers_per_block]):
-                places[layer] = (len(windows), place)
-            windows.append(window)
-    return KVLayout(tuple(windows), layers_per_block, tuple(places[i] for i in range(len(layer_windows))))
+        for index, layer in enumerate(own[window]):
+            group, place = divmod(index, layers_per_block)
+            places[layer] = (len(windows) + group, place)
+        windows += [window] * num_groups[window]
+    return KVLayout(tuple(windows), layers_per_block, tuple(places))

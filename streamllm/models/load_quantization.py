@@ -63,8 +63,8 @@ class QuantizedCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._checkpoint.shape(name)
 
-    def read(self, name: str) -> Array:
-        return self._checkpoint.read(name)
+    def read(self, name: str, rows: slice | None = None) -> Array:
+        return self._checkpoint.read(name, rows)
 
     def format(self, name: str) -> str:
         return self._becomes(name) or self._checkpoint.format(name)
@@ -75,13 +75,13 @@ class QuantizedCheckpoint:
             return self._checkpoint.num_bytes(name)
         return math.prod(self.shape(name)) // _GROUP * _GROUP_BYTES[becomes]
 
-    def read_stored(self, name: str) -> StoredRows:
+    def read_stored(self, name: str, rows: slice | None = None) -> StoredRows:
         becomes = self._becomes(name)
         if becomes is None:
-            return self._checkpoint.read_stored(name)
+            return self._checkpoint.read_stored(name, rows)
         if becomes == "q8_0":
-            return StoredRows("q8_0", to_q8_0(self._checkpoint.read(name)))
-        return StoredRows("q4_1", to_q4_1(self._checkpoint.read(name), self._importance.get(name)))
+            return StoredRows("q8_0", to_q8_0(self._checkpoint.read(name, rows)))
+        return StoredRows("q4_1", to_q4_1(self._checkpoint.read(name, rows), self._importance.get(name)))
 
     def release(self, name: str) -> None:
         self._checkpoint.release(name)

@@ -14,6 +14,7 @@ from streamllm.ops.lora import LoraLimits
 
 if TYPE_CHECKING:
     from streamllm.models.checkpoint import Checkpoint
+    from streamllm.models.sharding import ShardingPlan
     from streamllm.models.weights import WeightMode
 
 _IN_A_LAYER = re.compile(r"\.\d+\.")
@@ -71,17 +72,22 @@ def lora_bytes(
     weight_mode: WeightMode,
     *,
     dense_itemsize: int = 4,
+    plan: ShardingPlan | None = None,
 ) -> int:
     """Memory that ``max_loras`` adapters take which change every matrix at ``max_rank``.
 
     Args:
         limits: ``None``: there are no adapters.
         dense_itemsize: bytes of an element beside matrices that are not kept as stored.
+        plan: of the rank whose parts of them are meant; ``None``: whole ones.
     """
     if limits is None:
         return 0
     elements = {4: 0, 2: 0}
     for matrix in adaptable_matrices(config):
+        if not checkpoint.has(f"{matrix.name}.weight"):
+            continue  # in a layer that another process has
+        matrix = plan.local_matrix(matrix) if plan else matrix
         is_dense = weight_mode == "float32" or checkpoint.format(f"{matrix.name}.weight") == "float32"
         count = matrix.columns * len(matrix.parts) + matrix.rows
         elements[dense_itemsize if is_dense else 2] += count

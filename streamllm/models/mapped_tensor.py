@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -65,6 +65,19 @@ class MappedTensor:
         dtype = np.dtype(FLOAT_DTYPES[self.format])
         stored = np.frombuffer(self.file, dtype, count=math.prod(self.shape), offset=self.offset)
         return floats(stored, self.format).reshape(self.shape)
+
+    def part(self, rows: slice | None) -> MappedTensor:
+        """Rows of it, from ``start`` to ``stop``; ``None``: all."""
+        if rows is None:
+            return self
+        row_bytes = self.num_bytes // max(self.shape[0], 1)
+        count = rows.stop - rows.start
+        return replace(
+            self,
+            shape=(count, *self.shape[1:]),
+            offset=self.offset + rows.start * row_bytes,
+            num_bytes=count * row_bytes,
+        )
 
     def will_need(self) -> None:
         """Has the kernel read it ahead."""

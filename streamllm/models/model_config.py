@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from streamllm.models.kv_layout import KVLayout, kv_layout
 from streamllm.sources.model_files import ModelFiles
 
 RopeType = Literal["default", "linear", "llama3", "dynamic", "yarn", "longrope"]
@@ -79,6 +80,7 @@ class ModelConfig:
         bos_token_id: the id that begins a text, if any.
         default_sampling: sampling fields that the model's authors recommend (``temperature``, ``top_p``,
             ``top_k``, ``min_p``, ``repetition_penalty``): those they set.
+        own_layers: the layers that this process has of the model; ``None``: all.
     """
 
     through_transformers: ClassVar[bool] = False
@@ -98,6 +100,12 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     default_sampling: dict[str, Any] = field(default_factory=dict)
+    own_layers: range | None = None
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """Where its layers' keys and values lie."""
+        return kv_layout(self.layer_windows, self.own_layers)
 
     @property
     def q_width(self) -> int:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from streamllm.errors import ModelLoadError
 from streamllm.models.parallel import rows_in_parallel
+from streamllm.models.tensor_source import rows_of_rows
 from streamllm.ops.stored_rows import StoredRows
 
 if TYPE_CHECKING:
@@ -91,14 +92,15 @@ class MXFP4Part:
     def num_bytes(self, checkpoint: Checkpoint) -> int:
         return self.shape[0] * self.shape[1] // BLOCK * (BLOCK // 2 + 1)
 
-    def read(self, checkpoint: Checkpoint) -> npt.NDArray[np.float32]:
-        return dequantize(*self._read(checkpoint))
+    def read(self, checkpoint: Checkpoint, rows: slice | None = None) -> npt.NDArray[np.float32]:
+        return dequantize(*self._read(checkpoint, rows))
 
-    def read_stored(self, checkpoint: Checkpoint) -> StoredRows:
-        return StoredRows("mxfp4", to_ggml(*self._read(checkpoint)))
+    def read_stored(self, checkpoint: Checkpoint, rows: slice | None = None) -> StoredRows:
+        return StoredRows("mxfp4", to_ggml(*self._read(checkpoint, rows)))
 
-    def _read(self, checkpoint: Checkpoint) -> list[npt.NDArray[np.uint8]]:
+    def _read(self, checkpoint: Checkpoint, rows: slice | None) -> list[npt.NDArray[np.uint8]]:
         """Blocks and scales of the rows."""
+        chosen = self.rows if rows is None else rows_of_rows(self.rows, self.stack_shape[1], rows)
         parts = []
         for name, shape in self.stored.items():
             stored = checkpoint.read_stored(name)
@@ -106,5 +108,5 @@ class MXFP4Part:
                 raise ModelLoadError(
                     f"The tensor {name} has the type {stored.format}; blocks and scales of MXFP4 are uint8."
                 )
-            parts.append(stored.data.reshape(shape)[self.entry, self.rows])
+            parts.append(stored.data.reshape(shape)[self.entry, chosen])
         return parts

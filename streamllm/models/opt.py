@@ -13,7 +13,6 @@ from streamllm.models.checkpoint import Checkpoint
 from streamllm.models.config_fields import ConfigFields
 from streamllm.models.decoder import AttentionBlock, attend
 from streamllm.models.hf_config import ACTIVATIONS, Defaults
-from streamllm.models.kv_layout import kv_layout
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.stored_layout import Sources, StoredLayout
 from streamllm.models.tensor_source import TensorPart
@@ -176,7 +175,7 @@ def _load_norm(loader: WeightLoader, config: OPTConfig, name: str) -> LayerNorm:
 
 def _load_layer(loader: WeightLoader, config: OPTConfig, index: int) -> OPTLayer:
     prefix, hidden, bias = f"model.decoder.layers.{index}", config.hidden_size, config.bias
-    group, place = kv_layout(config.layer_windows).places[index]
+    group, place = config.kv_layout.places[index]
     self_attn = f"{prefix}.self_attn"
     attention = Attention(
         group=group,

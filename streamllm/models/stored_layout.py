@@ -80,9 +80,9 @@ class ArrangedCheckpoint:
         source = self._sources.get(name)
         return source.shape if source else self._files.shape(name)
 
-    def read(self, name: str) -> npt.NDArray[np.float32]:
+    def read(self, name: str, rows: slice | None = None) -> npt.NDArray[np.float32]:
         source = self._sources.get(name)
-        return source.read(self._files) if source else self._files.read(name)
+        return source.read(self._files, rows) if source else self._files.read(name, rows)
 
     def format(self, name: str) -> str:
         source = self._sources.get(name)
@@ -92,9 +92,9 @@ class ArrangedCheckpoint:
         source = self._sources.get(name)
         return source.num_bytes(self._files) if source else self._files.num_bytes(name)
 
-    def read_stored(self, name: str) -> StoredRows:
+    def read_stored(self, name: str, rows: slice | None = None) -> StoredRows:
         source = self._sources.get(name)
-        return source.read_stored(self._files) if source else self._files.read_stored(name)
+        return source.read_stored(self._files, rows) if source else self._files.read_stored(name, rows)
 
     def release(self, name: str) -> None:
         source = self._sources.get(name)

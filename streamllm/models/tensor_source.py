@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -39,9 +39,15 @@ class TensorSource(Protocol):
 
     def num_bytes(self, checkpoint: Checkpoint) -> int: ...
 
-    def read(self, checkpoint: Checkpoint) -> npt.NDArray[np.float32]: ...
+    def read(self, checkpoint: Checkpoint, rows: slice | None = None) -> npt.NDArray[np.float32]: ...
 
-    def read_stored(self, checkpoint: Checkpoint) -> StoredRows: ...
+    def read_stored(self, checkpoint: Checkpoint, rows: slice | None = None) -> StoredRows: ...
+
+
+def rows_of_rows(chosen: slice, count: int, rows: slice) -> slice:
+    """Which of ``count`` rows those are that stand at ``rows`` among the chosen ones."""
+    part = range(*chosen.indices(count))[rows]
+    return slice(part.start, part.stop, part.step)
 
 
 @dataclass(frozen=True)
@@ -82,18 +88,29 @@ class TensorPart:
     def num_bytes(self, checkpoint: Checkpoint) -> int:
         return checkpoint.num_bytes(self.name) * math.prod(self.shape) // math.prod(self.stored_shape)
 
-    def read(self, checkpoint: Checkpoint) -> npt.NDArray[np.float32]:
+    def read(self, checkpoint: Checkpoint, rows: slice | None = None) -> npt.NDArray[np.float32]:
+        if rows is not None:
+            return self._part(rows).read(checkpoint)
         stored = checkpoint.read_stored(self.name)
         if stored.format in FLOAT_DTYPES:
             return floats(self._pick_floats(stored), stored.format)
         return to_float32(self._pick_rows(stored), self.name).reshape(self.shape)
 
-    def read_stored(self, checkpoint: Checkpoint) -> StoredRows:
+    def read_stored(self, checkpoint: Checkpoint, rows: slice | None = None) -> StoredRows:
+        if rows is not None:
+            return self._part(rows).read_stored(checkpoint)
         stored = checkpoint.read_stored(self.name)
         if stored.format not in FLOAT_DTYPES:
             return self._pick_rows(stored)
         picked = np.ascontiguousarray(self._pick_floats(stored))
         return StoredRows(stored.format, picked.view(np.uint8).reshape(self.shape[0], -1))
+
+    def _part(self, rows: slice) -> TensorPart:
+        if self.is_row:
+            return self
+        shape = self.stored_shape if self.entry is None else self.stored_shape[1:]
+        count = shape[-1] if self.transposed else shape[0]
+        return replace(self, rows=rows_of_rows(self.rows, count, rows))
 
     def _pick_floats(self, stored: StoredRows) -> npt.NDArray[np.generic]:
         values = stored.data.view(FLOAT_DTYPES[stored.format])

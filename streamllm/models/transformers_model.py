@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from streamllm.errors import ModelLoadError
-from streamllm.models.kv_layout import kv_layout
 from streamllm.models.loading_progress import LoadingProgress
 from streamllm.models.transformers_config import AttentionCall, TransformersConfig
 from streamllm.models.transformers_interface import (
@@ -66,7 +65,7 @@ class TransformersModel:
     def __init__(self, causal: PreTrainedModel, config: TransformersConfig):
         self.split = SplitModel(causal)
         modules = dict(causal.named_modules())
-        places = kv_layout(config.layer_windows).places
+        places = config.kv_layout.places
         for call, (group, place) in zip(config.attention, places, strict=True):
             module = modules[call.module]
             attention = _attention(call, module, config, group, place)

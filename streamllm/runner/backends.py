@@ -9,10 +9,13 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from streamllm.errors import ModelLoadError
-from streamllm.models.kv_layout import kv_layout
 from streamllm.models.loading_progress import LoadingProgress
 from streamllm.models.model_config import ModelConfig
+from streamllm.models.parallel_family import Parallel, ParallelFamily
+from streamllm.models.pipeline import StageCheckpoint, StageFamily, make_stage_plan
 from streamllm.models.registry import Family, family_of
+from streamllm.models.sharded_checkpoint import ShardedCheckpoint
+from streamllm.models.sharding_plan import make_sharding_plan
 from streamllm.models.tensor_shapes import expected_shapes
 from streamllm.models.transformers_config import TransformersConfig
 from streamllm.models.weights import CheckpointLoader, WeightMode
@@ -113,7 +116,7 @@ def _host_cache(
 ) -> KVCache:
     """As :meth:`Backend.make_cache`, in the host's memory."""
     return KVCache(
-        layers_per_block=kv_layout(config.layer_windows).layers_per_block,
+        layers_per_block=config.kv_layout.layers_per_block,
         num_blocks=num_blocks,
         block_size=block_size,
         num_kv_heads=config.num_kv_heads,
@@ -161,6 +164,8 @@ class PlanBackend:
 
         self._record_logits, self._record_draw = record_logits, record_draw
         self._logits = record_logits()
+        if self._logits is None:
+            return  # another process has them, and draws
         record_draw(self._logits)
         self._head = ops.compile(keep=[self._logits])
         self._logits_of = (self._head, self._logits)
@@ -195,8 +200,8 @@ class PlanBackend:
     def wait(self) -> None:
         if self._submitted is not None and self.event_fd is not None:
             os.eventfd_read(self.event_fd)
-            self._submitted.native.wait()
-            self._submitted = None
+            submitted, self._submitted = self._submitted, None
+            submitted.native.wait()
 
     def logits(self) -> np.ndarray:
         plan, buffer = self._logits_of
@@ -285,11 +290,21 @@ class LoadedModel:
 
 
 def load_model(
-    config: ModelConfig, backend: Backend, checkpoint: Any, progress: bool, weight_mode: WeightMode
+    config: ModelConfig,
+    backend: Backend,
+    checkpoint: Any,
+    progress: bool,
+    weight_mode: WeightMode,
+    parallel: Parallel | None = None,
 ) -> LoadedModel:
     """Reads the weights into the backend's format.
 
+    Args:
+        config, checkpoint: of the whole model.
+        parallel: the rank whose part of the weights is read; ``None``: there is one rank.
+
     Raises:
+        ConfigError: the model cannot be divided among so many ranks.
         ModelLoadError: the model is not supported, its files are broken, or memory is too small.
     """
     if isinstance(config, TransformersConfig):
@@ -301,7 +316,19 @@ def load_model(
         )
         return LoadedModel(cast(Family, transformers_model), backend, model)
     family = family_of(config.architecture)
-    total_bytes = sum(checkpoint.num_bytes(name) for name in expected_shapes(config))
+    if parallel is not None and parallel.neighbours is not None:
+        stage = make_stage_plan(
+            config, checkpoint.num_bytes, stage=parallel.stage, num_stages=parallel.num_stages
+        )
+        config, checkpoint = stage.local_config(config), StageCheckpoint(checkpoint, stage)
+        family = cast(Family, StageFamily(family, stage, parallel.neighbours))
+    if parallel is not None and parallel.collectives is not None:
+        plan = make_sharding_plan(config, checkpoint.format, rank=parallel.rank, size=parallel.size)
+        checkpoint = ShardedCheckpoint(checkpoint, plan)
+        if weight_mode == "packed" and parallel.rank == 0:
+            checkpoint.warn_of_dequantised(backend.ops.packed_formats)
+        family = cast(Family, ParallelFamily(family, plan, parallel.collectives))
+    total_bytes = sum(map(checkpoint.num_bytes, expected_shapes(config).keys() & checkpoint.names()))
     loading = LoadingProgress(total_bytes, show=progress)
     loader = CheckpointLoader(checkpoint, backend.ops, progress=loading, weight_mode=weight_mode)
     try:

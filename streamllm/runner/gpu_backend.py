@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from streamllm.models.kv_layout import kv_layout
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.registry import Family
 from streamllm.ops.gpu.decode_work import max_splits
@@ -118,7 +117,7 @@ class GpuBackend:
         with self._on_stream():
             return DeviceKVCache(
                 self._ops.kernels,
-                layers_per_block=kv_layout(config.layer_windows).layers_per_block,
+                layers_per_block=config.kv_layout.layers_per_block,
                 num_blocks=num_blocks,
                 block_size=block_size,
                 num_kv_heads=config.num_kv_heads,
@@ -170,9 +169,10 @@ class GpuBackend:
                 batch.output_rows = device_inputs.output_rows(count)
                 selected = self._ops.select_rows(hidden, batch)
                 logits = self._family.logits(self._model, self._head_ops, selected)
-                self._ops.kernels.sample(
-                    logits, self._sampled_vocab_size, device_inputs.sampling, len(logits)
-                )
+                if logits is not None:  # else another process has them, and draws
+                    self._ops.kernels.sample(
+                        logits, self._sampled_vocab_size, device_inputs.sampling, len(logits)
+                    )
 
     def submit_forward(self, batch: ScheduledBatch) -> None:
         inputs = self._inputs
@@ -311,7 +311,7 @@ class GpuBackend:
         logger.info("captured %d graphs in %.1f s", num_graphs, time.monotonic() - began)
 
     def _step_sizes(self, inputs: StepInputs) -> StepSizes:
-        layout, config = kv_layout(self._config.layer_windows), self._config
+        layout, config = self._config.kv_layout, self._config
         item_bytes = 4 * config.num_heads * (config.head_dim + 2)
         longest = max_splits(self._max_model_len)
         return StepSizes(

@@ -99,29 +99,32 @@ class Float8Tensor:
         rows, columns = self._rows_and_columns
         return rows * (float8_rows.float8_row_bytes(columns) if self.stays_packed else 4 * columns)
 
-    def read(self, checkpoint: Checkpoint) -> npt.NDArray[np.float32]:
-        rows, columns = self._rows_and_columns
-        codes, numbers = checkpoint.read_stored(self.name).data, _VALUES[self.kind]
+    def read(self, checkpoint: Checkpoint, rows: slice | None = None) -> npt.NDArray[np.float32]:
+        count, columns = self._rows_and_columns
+        rows = rows or slice(0, count)
+        codes, numbers = checkpoint.read_stored(self.name, rows).data, _VALUES[self.kind]
         scales = self._read_scales(checkpoint)
         step = self._block[1]
         block_of_column = np.arange(columns) // step if step < columns else np.zeros(1, np.intp)
-        values = np.empty((rows, columns), np.float32)
+        block_of_row = self._blocks_of_rows(rows)
+        values = np.empty((len(codes), columns), np.float32)
 
         def convert(part: slice) -> None:
             numbers.take(codes[part], out=values[part], mode="clip")
-            values[part] *= scales[self._blocks_of_rows(part)][:, block_of_column]
+            values[part] *= scales[block_of_row[part]][:, block_of_column]
 
-        rows_in_parallel(convert, rows, columns, elements=_CONVERTED_AT_ONCE)
-        return values.reshape(self.shape)
+        rows_in_parallel(convert, len(codes), columns, elements=_CONVERTED_AT_ONCE)
+        return values.reshape(-1, *self.shape[1:])
 
-    def read_stored(self, checkpoint: Checkpoint) -> StoredRows:
+    def read_stored(self, checkpoint: Checkpoint, rows: slice | None = None) -> StoredRows:
         if not self.stays_packed:
-            values = self.read(checkpoint)
-            return StoredRows("float32", values.view(np.uint8).reshape(self.shape[0], -1))
-        rows, columns = self._rows_and_columns
-        scales = self._read_scales(checkpoint)[self._blocks_of_rows(slice(0, rows))]
+            values = self.read(checkpoint, rows)
+            return StoredRows("float32", values.view(np.uint8).reshape(len(values), -1))
+        count, columns = self._rows_and_columns
+        rows = rows or slice(0, count)
+        scales = self._read_scales(checkpoint)[self._blocks_of_rows(rows)]
         starts = np.arange(0, columns, float8_rows.BLOCK)
-        codes = checkpoint.read_stored(self.name).data
+        codes = checkpoint.read_stored(self.name, rows).data
         return float8_rows.pack_float8(codes, scales[:, starts // self._block[1]])
 
     @property

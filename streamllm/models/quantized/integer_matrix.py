@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from streamllm.models.checkpoint import Checkpoint
 
 logger = logging.getLogger("streamllm.models")
+
+T = TypeVar("T", bound=np.generic)
 
 _CONVERTED_AT_ONCE = 1 << 19
 _ROW_STEP = 32
@@ -104,37 +106,38 @@ class IntegerMatrix:
             return 4 * rows * columns
         return rows * integer_row_bytes(self.bits, self.block, columns)
 
-    def read(self, checkpoint: Checkpoint) -> npt.NDArray[np.float32]:
+    def read(self, checkpoint: Checkpoint, rows: slice | None = None) -> npt.NDArray[np.float32]:
         if self.block:
-            return to_float32(self.read_stored(checkpoint), next(iter(self.stored)))
+            return to_float32(self.read_stored(checkpoint, rows), next(iter(self.stored)))
         codes, scales, zeros = self._read(checkpoint)
-        values = np.empty(self.shape, np.float32)
+        window = _Window.around(rows, self.shape[0])
+        values = np.empty((len(window), self.shape[1]), np.float32)
 
         def convert(part: slice) -> None:
-            numbers = values[part]
+            numbers = values[window.place_of(part)]
             numbers[...] = codes(part)
             numbers -= zeros[part][:, self.groups]
             numbers *= scales[part][:, self.groups]
 
-        self._in_parts(convert)
-        return values
+        self._in_parts(convert, window)
+        return window.wanted(values)
 
-    def read_stored(self, checkpoint: Checkpoint) -> StoredRows:
+    def read_stored(self, checkpoint: Checkpoint, rows: slice | None = None) -> StoredRows:
         if not self.block:
-            return StoredRows("float32", self.read(checkpoint).view(np.uint8))
+            return StoredRows("float32", self.read(checkpoint, rows).view(np.uint8))
         codes, scales, zeros = self._read(checkpoint)
         group_of_block = self.groups[:: self.block]
         middle = np.float32(1 << (self.bits - 1))
-        rows, columns = self.shape
-        data = np.empty((rows, integer_row_bytes(self.bits, self.block, columns)), np.uint8)
+        window = _Window.around(rows, self.shape[0])
+        data = np.empty((len(window), integer_row_bytes(self.bits, self.block, self.shape[1])), np.uint8)
 
         def convert(part: slice) -> None:
             own_scales = scales[part][:, group_of_block]
             minima = own_scales * (middle - zeros[part][:, group_of_block])
-            pack_integers(codes(part), own_scales, minima, self.bits, data[part])
+            pack_integers(codes(part), own_scales, minima, self.bits, data[window.place_of(part)])
 
-        self._in_parts(convert)
-        return StoredRows(self.format(checkpoint), data)
+        self._in_parts(convert, window)
+        return StoredRows(self.format(checkpoint), window.wanted(data))
 
     def _read(self, checkpoint: Checkpoint) -> tuple[Codes, npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Codes, scales and zero points."""
@@ -147,10 +150,40 @@ class IntegerMatrix:
             np.broadcast_to(np.asarray(zeros, np.float32), shape),
         )
 
-    def _in_parts(self, convert: Callable[[slice], None]) -> None:
-        rows, columns = self.shape
-        step = max(_CONVERTED_AT_ONCE // columns // _ROW_STEP, 1) * _ROW_STEP
-        in_parallel(convert, parts_of(rows, step))
+    def _in_parts(self, convert: Callable[[slice], None], window: _Window) -> None:
+        step = max(_CONVERTED_AT_ONCE // self.shape[1] // _ROW_STEP, 1) * _ROW_STEP
+        parts = parts_of(len(window), step)
+        in_parallel(convert, [slice(window.start + p.start, window.start + p.stop) for p in parts])
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Rows that are converted for the sake of some of them.
+
+    Attributes:
+        start, stop: borders of parts as :data:`Codes` has them.
+        rows: those that are wanted.
+    """
+
+    start: int
+    stop: int
+    rows: slice
+
+    @classmethod
+    def around(cls, rows: slice | None, count: int) -> _Window:
+        rows = rows or slice(0, count)
+        start, stop = rows.start // _ROW_STEP * _ROW_STEP, -(-rows.stop // _ROW_STEP) * _ROW_STEP
+        return cls(start, min(stop, count), rows)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def place_of(self, part: slice) -> slice:
+        """Where rows of the matrix lie in what is converted."""
+        return slice(part.start - self.start, part.stop - self.start)
+
+    def wanted(self, converted: npt.NDArray[T]) -> npt.NDArray[T]:
+        return converted[self.place_of(self.rows)]
 
 
 def groups_of(columns: int, group_size: int | None) -> npt.NDArray[np.integer]:
