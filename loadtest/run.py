@@ -13,7 +13,6 @@ import argparse
 import datetime
 import importlib.util
 import json
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,16 +21,12 @@ import httpx
 from tqdm import tqdm
 from verify import check_idle, compare_alone
 
-from streamllm.bench.client import PATHS, Client, RequestFailure, Result, run_lean, run_load
-from streamllm.bench.prompts import (
-    WORDS,
-    Request,
-    TokensPerWord,
-    make_prompts,
-    output_lengths,
-    poisson_arrivals,
-)
-from streamllm.bench.report import plot, render, request_rows, summarise
+from streamllm.bench.arguments import positive_count, positive_number, temperature
+from streamllm.bench.arrivals import arrival_times
+from streamllm.bench.client import PATHS, Client, RequestFailure, Result, calibrate, run_lean, run_load
+from streamllm.bench.plots import plot
+from streamllm.bench.prompts import Request, make_prompts, output_lengths
+from streamllm.bench.report import render, request_rows, summarise
 
 DEFAULT_CONCURRENCY = 32
 
@@ -45,28 +40,28 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model", help="model to ask for (default: the first one that the server lists)")
     add("--api-key", help="sent as a bearer token")
     add("--endpoint", choices=sorted(PATHS), default="completions", help="default: %(default)s")
-    add("--requests", type=_positive_int, default=96, help="how many in all (default: %(default)s)")
+    add("--requests", type=positive_count, default=96, help="how many in all (default: %(default)s)")
     add(
         "--concurrency",
-        type=_positive_int,
+        type=positive_count,
         help=f"requests under way at most (default: {DEFAULT_CONCURRENCY}; no limit with --request-rate)",
     )
     add(
         "--request-rate",
-        type=_positive_float,
+        type=positive_number,
         metavar="R",
         help="Poisson arrivals, R requests a second on average (default: a closed loop)",
     )
-    add("--input-len", type=_positive_int, default=128, help="prompt tokens (default: %(default)s)")
-    add("--output-len", type=_positive_int, default=128, help="tokens to generate (default: %(default)s)")
+    add("--input-len", type=positive_count, default=128, help="prompt tokens (default: %(default)s)")
+    add("--output-len", type=positive_count, default=128, help="tokens to generate (default: %(default)s)")
     add(
         "--output-len-range",
-        type=_positive_int,
+        type=positive_count,
         nargs=2,
         metavar=("LOW", "HIGH"),
         help="draw each output length uniformly from LOW to HIGH instead",
     )
-    add("--temperature", type=_temperature, default=0.0, help="0 is greedy (default: %(default)s)")
+    add("--temperature", type=temperature, default=0.0, help="0 is greedy (default: %(default)s)")
     add(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
@@ -82,7 +77,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--timeout",
-        type=_positive_float,
+        type=positive_number,
         default=600.0,
         metavar="S",
         help="seconds that one request may take (default: %(default)s)",
@@ -109,49 +104,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def _positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return int(text)
-
-
-def _positive_float(text: str) -> float:
-    value = _float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text!r}")
-    return value
-
-
-def _temperature(text: str) -> float:
-    value = _float(text)
-    if not 0 <= value <= 2:
-        raise argparse.ArgumentTypeError(f"must be between 0 and 2, got {text!r}")
-    return value
-
-
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
-
-
-async def calibrate(client: Client, input_len: int, seed: int) -> TokensPerWord:
-    """Ask the server how it counts a short prompt and one of about the right length; where it reports no
-    usage, one token a word is assumed. Raises :class:`RequestFailure`."""
-    rng = random.Random(f"probes {seed}")
-    probes = []
-    for num_words in (4, max(input_len, 8)):
-        prompt = " ".join(rng.choices(WORDS, k=num_words))
-        result = await client.complete(Request(index=0, prompt=prompt, max_tokens=1))
-        if result.error is not None:
-            raise result.error
-        if result.prompt_tokens is None:
-            return TokensPerWord()
-        probes.append((num_words, result.prompt_tokens))
-    return TokensPerWord.from_probes(*probes)
-
-
 async def make_requests(client: Client, args: argparse.Namespace) -> list[Request]:
     num_words = (await calibrate(client, args.input_len, args.seed)).words_for(args.input_len)
     prompts = make_prompts(args.requests, num_words, args.seed)
@@ -175,9 +127,7 @@ async def run(args: argparse.Namespace) -> int:
     ) as client:
         model = await client.find_model()
         requests = await make_requests(client, args)
-        arrivals = (
-            poisson_arrivals(args.requests, args.request_rate, args.seed) if args.request_rate else None
-        )
+        arrivals = arrival_times(args.requests, args.request_rate, args.seed) if args.request_rate else None
         with tqdm(total=len(requests), desc="requests", disable=None) as bar:
             results, duration = await run_load(
                 client,

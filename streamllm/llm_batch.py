@@ -60,7 +60,7 @@ async def run_batch(
     try:
         if len(inputs) <= window:
             await _add_all(engine, inputs, params, streams)
-            await _together(read(index, stream) for index, stream in enumerate(streams))
+            await together(read(index, stream) for index, stream in enumerate(streams))
         else:
             checked = await _check_all(engine, inputs, params)
             waiting = iter(_order(engine, inputs))
@@ -76,7 +76,7 @@ async def run_batch(
                     finally:
                         stream.abort()
 
-            await _together(feed() for _ in range(window))
+            await together(feed() for _ in range(window))
     finally:
         for stream in streams:
             stream.abort()
@@ -148,7 +148,7 @@ class Progress:
         self._bar.set_postfix_str(text)
 
 
-async def _together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Run all of them; the first error ends the others and is raised when they are over."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:

@@ -5,16 +5,17 @@ them at once, in a closed loop or at given arrival times. Works against any Open
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx
 import orjson
 
-from streamllm.bench.prompts import Request
+from streamllm.bench.prompts import WORDS, Request, TokensPerWord
 from streamllm.bench.transport import LeanTransport
 
 Outcome = TypeVar("Outcome")
@@ -95,9 +96,13 @@ class Client:
         base_url: the server's address, with or without ``/v1``.
         model: the model to ask for; ``None`` takes the first one that the server lists.
         endpoint: ``"completions"`` or ``"chat"``.
+        path: where the endpoint is, if not at OpenAI's path.
         api_key: sent as a bearer token.
+        headers: sent with every request.
         temperature: 0 is greedy.
         ignore_eos: ask for exactly ``max_tokens`` tokens (an extension of vLLM's that OpenAI itself refuses).
+        extra_body: further fields of every request; they win over the client's own.
+        request_id_prefix: with it each request has the header ``X-Request-Id``: the prefix and its index.
         timeout: seconds that one whole request may take.
     """
 
@@ -107,21 +112,28 @@ class Client:
         *,
         model: str | None = None,
         endpoint: str = "completions",
+        path: str | None = None,
         api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
         temperature: float = 0.0,
         ignore_eos: bool = True,
+        extra_body: Mapping[str, Any] | None = None,
+        request_id_prefix: str | None = None,
         timeout: float = 600.0,
     ) -> None:
         self.model = model
         self.endpoint = endpoint
+        self.path = path or PATHS[endpoint]
         self.timeout = timeout
+        self._request_id_prefix = request_id_prefix
         self._options: dict[str, Any] = {"temperature": temperature}
         if ignore_eos:
             self._options["ignore_eos"] = True
+        self._options |= extra_body or {}
         url = base_url.rstrip("/").removesuffix("/v1")
         self._http = httpx.AsyncClient(
             base_url=url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers={**({"Authorization": f"Bearer {api_key}"} if api_key else {}), **(headers or {})},
             # No pool limit: how many requests run at once is the load's decision alone.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             transport=LeanTransport() if url.startswith("http://") else None,
@@ -157,7 +169,7 @@ class Client:
         """Send ``request`` without streaming. Never raises for the server's faults: see ``Result.error``."""
 
         async def receive(result: Result) -> None:
-            response = await self._http.post(PATHS[self.endpoint], json=self._body(request))
+            response = await self._http.post(self.path, json=self._body(request))
             _raise_for_status(response)
             result.take(_parse(response.content))
 
@@ -167,9 +179,11 @@ class Client:
         """Send ``request`` streaming and time its events. ``due`` is in seconds after ``load_start``, a
         reading of ``time.perf_counter()``. Never raises for the server's faults: see ``Result.error``."""
         body = self._body(request) | {"stream": True, "stream_options": {"include_usage": True}}
+        prefix = self._request_id_prefix
+        headers = None if prefix is None else {"X-Request-Id": f"{prefix}{request.index}"}
 
         async def receive(result: Result) -> None:
-            async with self._http.stream("POST", PATHS[self.endpoint], json=body) as response:
+            async with self._http.stream("POST", self.path, json=body, headers=headers) as response:
                 if response.status_code != 200:
                     await response.aread()
                     _raise_for_status(response)
@@ -227,6 +241,22 @@ class Client:
             raise _transport_failure(error) from error
         _raise_for_status(response)
         return response
+
+
+async def calibrate(client: Client, input_len: int, seed: int) -> TokensPerWord:
+    """Ask the server how it counts a short prompt and one of about ``input_len`` tokens; where it reports no
+    usage, one token a word is assumed. Raises :class:`RequestFailure`."""
+    rng = random.Random(f"probes {seed}")
+    probes = []
+    for num_words in (4, max(input_len, 8)):
+        prompt = " ".join(rng.choices(WORDS, k=num_words))
+        result = await client.complete(Request(index=0, prompt=prompt, max_tokens=1))
+        if result.error is not None:
+            raise result.error
+        if result.prompt_tokens is None:
+            return TokensPerWord()
+        probes.append((num_words, result.prompt_tokens))
+    return TokensPerWord.from_probes(*probes)
 
 
 async def sse_data(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

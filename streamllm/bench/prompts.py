@@ -1,11 +1,12 @@
-"""What the load test sends and when: distinct prompts of a wanted length, output lengths, arrival times.
+"""What the load generator sends: distinct prompts of a wanted length, output lengths.
 
-Pure functions of their arguments: the same seed gives the same requests at the same moments.
+Pure functions of their arguments: the same seed gives the same requests.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Common English words; with a leading space nearly all are one token in the usual BPE vocabularies.
@@ -66,7 +67,12 @@ class TokensPerWord:
 
 
 def make_prompts(count: int, num_words: int, seed: int) -> list[str]:
-    """``count`` prompts of ``num_words`` random words, each with its own beginning: no prefix is shared.
+    """``count`` prompts of ``num_words`` words each; see :func:`prompts_of_lengths`."""
+    return prompts_of_lengths([num_words] * count, seed)
+
+
+def prompts_of_lengths(num_words: Sequence[int], seed: int | str) -> list[str]:
+    """A prompt of so many random words for each length, each with its own beginning: no prefix is shared.
 
     The first words spell the prompt's number in base ``len(WORDS)`` over a shuffled alphabet, lowest digit
     first: up to ``len(WORDS)`` prompts differ in their first word already.
@@ -74,26 +80,22 @@ def make_prompts(count: int, num_words: int, seed: int) -> list[str]:
     rng = random.Random(f"prompts {seed}")
     alphabet = rng.sample(WORDS, len(WORDS))
     num_digits = 1
-    while len(WORDS) ** num_digits < count:
+    while len(WORDS) ** num_digits < len(num_words):
         num_digits += 1
     prompts = []
-    for number in range(count):
+    for number, length in enumerate(num_words):
         digits = [alphabet[number // len(WORDS) ** place % len(WORDS)] for place in range(num_digits)]
-        words = digits + rng.choices(WORDS, k=max(num_words - num_digits, 0))
-        prompts.append(" ".join(words[:num_words]))
+        words = digits + rng.choices(WORDS, k=max(length - num_digits, 0))
+        prompts.append(" ".join(words[:length]))
     return prompts
 
 
 def output_lengths(count: int, low: int, high: int, seed: int) -> list[int]:
-    """``count`` lengths, uniform between ``low`` and ``high``, both included."""
-    rng = random.Random(f"output lengths {seed}")
+    """``count`` output lengths; see :func:`uniform_lengths`."""
+    return uniform_lengths(count, low, high, seed, "output")
+
+
+def uniform_lengths(count: int, low: int, high: int, seed: int, what: str) -> list[int]:
+    """``count`` lengths of ``what``, uniform between ``low`` and ``high``, both included."""
+    rng = random.Random(f"{what} lengths {seed}")
     return [rng.randint(low, high) for _ in range(count)]
-
-
-def poisson_arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """Arrival times in seconds, the first at 0: independent exponential gaps of mean ``1 / rate``."""
-    rng = random.Random(f"arrivals {seed}")
-    times = [0.0]
-    while len(times) < count:
-        times.append(times[-1] + rng.expovariate(rate))
-    return times[:count]

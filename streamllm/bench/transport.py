@@ -14,6 +14,9 @@ from typing import cast
 import httptools
 import httpx
 
+MOST_UNREAD_BYTES = 1 << 20
+"""Of an answer whose reader is slower than the network; then the server is not read either."""
+
 
 class LeanTransport(httpx.AsyncBaseTransport):
     """Sends requests over connections of its own, as many as are under way at once.
@@ -31,18 +34,20 @@ class LeanTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         timeouts = request.extensions.get("timeout", {})
         key = (request.url.host, request.url.port or 80)
-        message = _head(request) + await request.aread()
         try:
-            connection = await self._exchange(key, message, timeouts)
+            connection = await self._exchange(key, request, timeouts)
         except asyncio.TimeoutError:
             raise httpx.ReadTimeout("the answer's head did not come in time", request=request) from None
         stream = _Body(connection, self._idle.setdefault(key, deque()))
         return httpx.Response(connection.status, headers=connection.headers, stream=stream)
 
     async def _exchange(
-        self, key: tuple[str, int], message: bytes, timeouts: dict[str, float | None]
+        self, key: tuple[str, int], request: httpx.Request, timeouts: dict[str, float | None]
     ) -> _Connection:
         """Sends a request; gives the connection on which the head of its answer has come."""
+        if not isinstance(request.stream, httpx.ByteStream):
+            return await self._upload(key, request, timeouts)
+        message = _head(request) + await request.aread()
         while True:
             connection = self._take_idle(key)
             is_reused = connection is not None
@@ -60,6 +65,30 @@ class LeanTransport(httpx.AsyncBaseTransport):
             except BaseException:
                 connection.close()
                 raise
+
+    async def _upload(
+        self, key: tuple[str, int], request: httpx.Request, timeouts: dict[str, float | None]
+    ) -> _Connection:
+        """As :meth:`_exchange`, for a body that comes piece by piece and only once."""
+        assert isinstance(request.stream, httpx.AsyncByteStream)
+        connection = await _connect(key, timeouts.get("connect"))
+        is_chunked = "content-length" not in request.headers
+        try:
+            connection.send(_head(request))
+            async for piece in request.stream:
+                if connection.has_answered or connection.lost:
+                    break  # a refusal: the rest interests nobody
+                if piece:
+                    connection.write(b"%x\r\n%b\r\n" % (len(piece), piece) if is_chunked else piece)
+                    await connection.writable.wait()
+            else:
+                if is_chunked:
+                    connection.write(b"0\r\n\r\n")
+            await asyncio.wait_for(connection.head_received(), timeouts.get("read"))
+            return connection
+        except BaseException:
+            connection.close()
+            raise
 
     def _take_idle(self, key: tuple[str, int]) -> _Connection | None:
         idle = self._idle.get(key)
@@ -98,6 +127,8 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.lost = False
+        self.writable = asyncio.Event()
+        self.writable.set()
         self._begin()
 
     def _begin(self) -> None:
@@ -106,6 +137,8 @@ class _Connection(asyncio.Protocol):
         self.keeps_alive = False
         self.complete = False
         self.chunks: list[bytes] = []
+        self._num_unread = 0
+        self._is_paused = False
         self.has_answered = False
         self._has_head = False
         self._error: Exception | None = None
@@ -115,6 +148,20 @@ class _Connection(asyncio.Protocol):
     def send(self, data: bytes) -> None:
         self._begin()
         self._transport.write(data)
+
+    def write(self, data: bytes) -> None:
+        """More of the request; wait for ``writable`` after it."""
+        self._transport.write(data)
+
+    def take(self) -> bytes:
+        """What has come of the body since the last time."""
+        data = b"".join(self.chunks)
+        self.chunks.clear()
+        self._num_unread = 0
+        if self._is_paused:
+            self._is_paused = False
+            self._transport.resume_reading()
+        return data
 
     def close(self) -> None:
         self._transport.abort()
@@ -150,12 +197,19 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
+        self.writable.set()
         framed = {name.lower() for name, _ in self.headers} & {b"content-length", b"transfer-encoding"}
         if exc is None and self._has_head and not framed:  # the end of the connection ends the body
             self.complete = True
         if not self.complete and self._error is None:
             self._error = httpx.ReadError(str(exc or "the server closed the connection"))
         self._wake()
+
+    def pause_writing(self) -> None:
+        self.writable.clear()
+
+    def resume_writing(self) -> None:
+        self.writable.set()
 
     # -- httptools -----------------------------------------------------------------------------------------
 
@@ -169,6 +223,10 @@ class _Connection(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         self.chunks.append(data)
+        self._num_unread += len(data)
+        if self._num_unread > MOST_UNREAD_BYTES and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
         self.complete = self._has_head
@@ -187,9 +245,7 @@ class _Body(httpx.AsyncByteStream):
         connection = self._connection
         while True:
             if connection.chunks:
-                data = b"".join(connection.chunks)
-                connection.chunks.clear()
-                yield data
+                yield connection.take()
             elif connection.complete:
                 return
             else:

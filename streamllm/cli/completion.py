@@ -47,14 +47,16 @@ def subparsers_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Argumen
     return {}
 
 
-def innermost_parser(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.ArgumentParser:
-    """The parser of the command that the arguments begin with."""
-    for word in arguments:
+def innermost_command(
+    parser: argparse.ArgumentParser, arguments: list[str]
+) -> tuple[argparse.ArgumentParser, list[str]]:
+    """The parser of the command that the arguments begin with, and the arguments behind it."""
+    for index, word in enumerate(arguments):
         inner = subparsers_of(parser).get(word)
         if inner is None:
-            break
+            return parser, arguments[index:]
         parser = inner
-    return parser
+    return parser, []
 
 
 def commands_of(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Iterator[Command]:

@@ -27,6 +27,9 @@ def expand_config(arguments: list[str], parser: argparse.ArgumentParser) -> list
         ConfigError: the file cannot be read or is no mapping, a key is no flag of ``parser`` (the nearest one
             is named), or a value cannot be written as one.
     """
+    flags = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    if "-h" in flags or "--help" in flags:  # for which the parser needs its defaults
+        return arguments
     given = _given(arguments, parser)
     path = given.get("config")
     if path is None:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from streamllm import __version__
 from streamllm.cli import (
+    bench,
     chat,
     collect_env,
     complete,
@@ -32,12 +33,13 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "remove": models.run_remove,
     "plan": plan.run,
     "run-batch": run_batch.run,
+    "bench": bench.run,
     "collect-env": collect_env.run,
     "tune-gpu": tune_gpu.run,
     "completion": completion.run,
 }
 
-_CONFIGURABLE = ("serve", "chat", "complete", "run-batch")
+_CONFIGURABLE = ("serve", "chat", "complete", "run-batch", "bench")
 """Commands that take ``--config``, and vLLM's flags that change nothing."""
 
 
@@ -72,6 +74,14 @@ def build_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
             help="answer a file of requests, without a server",
             description="Answer a file of requests in OpenAI's batch format, a line each, without a server. "
             "Results are written as they come; the same command goes on where an earlier one stopped.",
+            allow_abbrev=False,
+        )
+    )
+    bench.add_arguments(
+        commands.add_parser(
+            "bench",
+            help="measure servers, or the engine in this process",
+            description="Measure OpenAI-compatible servers, or the engine in this process.",
             allow_abbrev=False,
         )
     )
@@ -141,11 +151,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         command = arguments[0] if arguments else None
         if (topic := help_topic(arguments)) is not None:
-            print(format_topic(completion.innermost_parser(parser, arguments), topic), end="")
+            print(format_topic(completion.innermost_command(parser, arguments)[0], topic), end="")
             return 0
         if command in _CONFIGURABLE:
-            own_parser = completion.subparsers_of(parser)[command]
-            options = own_parser.parse_args(serve.prepare(arguments[1:], own_parser))
+            own_parser, own_arguments = completion.innermost_command(parser, arguments)
+            options = own_parser.parse_args(serve.prepare(own_arguments, own_parser))
             return _COMMANDS[command](options)
         options = parser.parse_args(arguments)
         if options.command in _COMMANDS:

@@ -1,27 +1,14 @@
 from __future__ import annotations
 
 import statistics
-from itertools import pairwise
 
 import pytest
 
-from streamllm.bench.prompts import WORDS, TokensPerWord, make_prompts, output_lengths, poisson_arrivals
-
-
-def test_poisson_arrivals_have_the_asked_rate() -> None:
-    times = poisson_arrivals(20_000, rate=8.0, seed=3)
-    gaps = [after - before for before, after in pairwise(times)]
-    assert times[0] == 0.0 and min(gaps) >= 0
-    # The mean of n exponential gaps has a relative standard error of 1 / sqrt(n) = 0.7 %.
-    assert statistics.mean(gaps) == pytest.approx(1 / 8.0, rel=0.03)
-    # Exponential: the standard deviation is the mean, the median is mean * ln 2; a fixed pace has neither.
-    assert statistics.stdev(gaps) == pytest.approx(1 / 8.0, rel=0.05)
-    assert statistics.median(gaps) == pytest.approx(0.6931 / 8.0, rel=0.05)
+from streamllm.bench.prompts import WORDS, TokensPerWord, make_prompts, output_lengths
 
 
 def test_the_seed_decides() -> None:
     for draw in (
-        lambda seed: poisson_arrivals(50, 2.0, seed),
         lambda seed: make_prompts(50, 20, seed),
         lambda seed: output_lengths(50, 16, 256, seed),
     ):

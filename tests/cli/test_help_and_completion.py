@@ -23,15 +23,22 @@ def test_parts_of_the_help(capsys):
     for spelling in ("max-num-seqs", "--max-num-seqs", "max_num_seqs"):
         one = help_of(capsys, "serve", f"--help={spelling}")
         assert one.count("  --") == 1 and "Sequences that run at once" in one
+    load = help_of(capsys, "bench", "serve", "--help=load")
+    assert "--burst-size" in load and "--goodput" not in load
+    assert help_of(capsys, "bench", "serve", "--help=goodput").count("  --") == 1
     word = help_of(capsys, "serve", "--help=chunk")
     assert "--max-num-batched-tokens" in word and "--port" not in word
 
 
-def test_the_whole_help(capsys):
-    everything = help_of(capsys, "serve", "--help=all")
-    assert "--port" in everything and "--max-num-seqs" in everything
+@pytest.mark.parametrize(
+    "command", [["serve"], ["bench"], ["bench", "serve"], ["bench", "latency"], ["bench", "throughput"]]
+)
+def test_the_whole_help(capsys, command):
+    everything = help_of(capsys, *command, "--help=all")
+    assert f"usage: streamllm {' '.join(command)} " in everything
+    assert command != ["serve"] or ("--port" in everything and "--max-num-seqs" in everything)
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main([*command, "--help"])
     assert capsys.readouterr().out == everything
 
 
@@ -75,6 +82,11 @@ def test_bash_completes_commands_flags_and_values(capsys):
     ]
     assert bash_offers(text, "completion", "--max") == []
     assert bash_offers(text, "chat", "--quick", "serve", "--por") == []
+    assert bash_offers(text, "bench", "") == ["serve", "latency", "throughput", "-h", "--help"]
+    assert bash_offers(text, "bench", "serve", "--max-c") == ["--max-concurrency"]
+    assert bash_offers(text, "bench", "serve", "--port", "1", "--ramp-up-strategy", "") == [
+        "linear", "exponential",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from compare_transformers import generate_http, generate_static, render
-from fake_openai_server import FakeServer
+from helpers.fake_openai_server import FakeServer
 
 from streamllm.bench.prompts import Request
 

@@ -32,9 +32,10 @@ class FakeServer:
         changed: streamed request numbers whose last token differs from the unstreamed answer's.
         leaked_usage: what ``kv_cache_usage_perc`` reports once idle.
         report_usage: whether answers carry usage.
+        num_unready: so many first requests for the models are answered with 503.
 
-    ``api_key`` is the key that requests must bring, or ``None``. It records ``bodies`` (of streamed
-    requests), ``arrivals`` (their times) and ``peak_running``.
+    ``api_key`` is the key that requests must bring, or ``None``. Of streamed requests it records ``bodies``,
+    ``headers``, ``paths`` and ``arrivals`` (their times); and ``peak_running``.
     """
 
     def __init__(self, api_key: str | None = API_KEY) -> None:
@@ -46,7 +47,10 @@ class FakeServer:
         self.changed: set[int] = set()
         self.leaked_usage = 0.0
         self.report_usage = True
+        self.num_unready = 0
         self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.paths: list[str] = []
         self.arrivals: list[float] = []
         self.running = 0
         self.peak_running = 0
@@ -72,6 +76,9 @@ class FakeServer:
         self._socket.close()
 
     async def _models(self, request: Request) -> Response:
+        if self.num_unready > 0:
+            self.num_unready -= 1
+            return JSONResponse({"error": {"message": "loading", "type": "unavailable"}}, 503)
         return JSONResponse({"object": "list", "data": [{"id": "echo", "object": "model"}]})
 
     async def _metrics(self, request: Request) -> Response:
@@ -99,6 +106,8 @@ class FakeServer:
             return JSONResponse(answer | ({"usage": usage} if self.report_usage else {}))
         number = len(self.bodies)
         self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        self.paths.append(request.url.path)
         self.arrivals.append(time.monotonic())
         if number in self.changed:
             tokens[-1] = "PLANTED"
