@@ -67,6 +67,11 @@ class BeamSearch:
         """Candidates that each beam must report, so that ``width`` beams go on whatever ends."""
         return max(2, 1 + len(self._eos)) * self.width
 
+    @property
+    def length(self) -> int:
+        """Tokens of the longest beam so far."""
+        return self._length
+
     def advance(self, candidates: Sequence[Candidates]) -> list[Continuation]:
         """Take in the next tokens of every live beam, in the beams' order.
 

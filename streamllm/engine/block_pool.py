@@ -7,7 +7,8 @@ a hash keeps that content after its last holder has let go, until its memory is 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 BlockKey = tuple[int, bytes]
 """What a cached block holds: its KV group, and the hash of its tokens and of everything before them."""
@@ -19,6 +20,19 @@ COPIES_KEPT = 256
 
 class OutOfBlocksError(Exception):
     """More blocks were asked for than are free. The scheduler asks first, so a user never sees this."""
+
+
+class BlockObserver(Protocol):
+    """Told of what a pool does, as it does it. It must not change the pool."""
+
+    def allocated(self, block_ids: Sequence[int]) -> None:
+        """These blocks were handed out; what they held before is lost."""
+
+    def shared(self, block_ids: Sequence[int]) -> None:
+        """Each of these blocks got one more holder, and was free before or not."""
+
+    def reset(self) -> None:
+        """The prefix cache was emptied by hand: how long its blocks would have lived, nobody knows."""
 
 
 class BlockPool:
@@ -37,6 +51,7 @@ class BlockPool:
     Attributes:
         num_copies: copies on write since the start.
         copies: the latest of them, as (source, copy).
+        observer: told of what happens, if there is one; it costs a comparison a call if there is none.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, debug: bool = False) -> None:
@@ -48,6 +63,7 @@ class BlockPool:
         self.generations = [0] * num_blocks
         self.num_copies = 0
         self.copies: deque[tuple[int, int]] = deque(maxlen=COPIES_KEPT)
+        self.observer: BlockObserver | None = None
         self._reference_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._keys: list[BlockKey | None] = [None] * num_blocks
@@ -95,9 +111,11 @@ class BlockPool:
             self._reference_counts[block_id] = 1
             self.generations[block_id] += 1
             taken.append(block_id)
+        if self.observer is not None:
+            self.observer.allocated(taken)
         return taken
 
-    def share(self, block_ids: Iterable[int]) -> None:
+    def share(self, block_ids: Sequence[int]) -> None:
         """Add one holder to each block.
 
         Raises:
@@ -110,6 +128,8 @@ class BlockPool:
                 del self._free[block_id]
                 self.generations[block_id] += 1
             self._reference_counts[block_id] += 1
+        if self.observer is not None:
+            self.observer.shared(block_ids)
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Take one holder from each block; a block that loses its last one is free. Release a sequence's
@@ -164,6 +184,8 @@ class BlockPool:
     def reset_cache(self) -> None:
         """Forget everything; blocks that are held stay held, but are found by nobody any more."""
         self.withdraw(list(self._cached.values()))
+        if self.observer is not None:
+            self.observer.reset()
 
     def _forget(self, block_id: int) -> None:
         key = self._keys[block_id]

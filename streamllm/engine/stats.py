@@ -245,7 +245,7 @@ def request_record(request: Request, finish_reason: str, now: float) -> RequestR
     kind: RequestKind = "generate"
     if request.beams is not None:
         kind = "beam_search"
-        longest = max((s.num_output_tokens for s in request.sequences), default=0)
+        longest = request.beams.length
     else:
         longest = max((s.text.num_tokens for s in request.sequences), default=0)
         kind = "embed" if request.embedding is not None else "generate"

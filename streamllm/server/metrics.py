@@ -23,6 +23,7 @@ from streamllm.server.http_metrics import HttpMetrics
 
 if TYPE_CHECKING:
     from streamllm.engine.async_engine import AsyncEngine
+    from streamllm.engine.block_lives import BlockLife
     from streamllm.engine.stats import EngineStats, RequestRecord
     from streamllm.engine.step_history import Delivery, StepRecord
 
@@ -41,6 +42,10 @@ REQUEST_SECONDS = (
 )  # fmt: skip
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CHOICES = (1, 2, 5, 10, 20)
+BLOCK_SECONDS = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0,
+    600.0, 1200.0, 1800.0,
+)  # fmt: skip
 PHASE_SECONDS = (
     0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0,
 )  # fmt: skip
@@ -66,20 +71,30 @@ TOKENS = {
 }
 """Histograms of tokens a request, up to the longest sequence: name -> help."""
 
+BLOCKS = {
+    "kv_block_lifetime_seconds": "From a KV block's allocation until its memory is handed out again.",
+    "kv_block_idle_before_evict_seconds": "From a KV block's last access until then.",
+    "kv_block_reuse_gap_seconds": "Between two accesses of a KV block, by prefix cache hits or by choices.",
+}
+"""Histograms of the sample of blocks that ``--kv-cache-metrics`` follows: name -> help."""
+
 
 class Histograms:
     """Everything that is observed as it happens.
 
     Args:
         max_model_len: longest sequence in tokens.
+        with_blocks: whether KV blocks are followed.
     """
 
-    def __init__(self, max_model_len: int) -> None:
+    def __init__(self, max_model_len: int, *, with_blocks: bool) -> None:
         up_to_longest = one_two_five(max_model_len)
         self._all = {name: (text, Histogram(bounds)) for name, (text, bounds) in TIMES.items()}
         self._all |= {name: (text, Histogram(up_to_longest)) for name, text in TOKENS.items()}
         self._all["request_params_n"] = ("Choices of a request.", Histogram(CHOICES))
         self._all["iteration_tokens_total"] = ("Tokens that a step computes.", Histogram(STEP_TOKENS))
+        if with_blocks:
+            self._all |= {name: (text, Histogram(BLOCK_SECONDS)) for name, text in BLOCKS.items()}
         self._phases = tuple(Histogram(PHASE_SECONDS) for _ in PHASES)
         self._observe_phases = tuple(histogram.observe for histogram in self._phases)
         self._step_tokens = self._all["iteration_tokens_total"][1]
@@ -118,6 +133,13 @@ class Histograms:
             if value is not None:
                 self._all[name][1].observe(value)
 
+    def block(self, life: BlockLife) -> None:
+        """A KV block's memory has been handed out again."""
+        self._all["kv_block_lifetime_seconds"][1].observe(life.lifetime)
+        self._all["kv_block_idle_before_evict_seconds"][1].observe(life.idle)
+        for gap in life.reuse_gaps:
+            self._all["kv_block_reuse_gap_seconds"][1].observe(gap)
+
     def families(self, prefix: str, labels: dict[str, str]) -> Iterator[Metric]:
         """What has been observed so far."""
         names, values = list(labels), list(labels.values())
@@ -139,9 +161,12 @@ class EngineCollector:
         self._engine = engine
         self._prefix = prefix
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._histograms = Histograms(engine.max_model_len)
+        lives = engine.block_lives
+        self._histograms = Histograms(engine.max_model_len, with_blocks=lives is not None)
         engine.steps.on_step(self._histograms.step)
         engine.on_request_finished(self._histograms.request)
+        if lives is not None:
+            lives.on_end(self._histograms.block)
 
     def collect(self) -> Iterable[Metric]:
         stats = self._engine.stats()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 from helpers.live_server import LiveServer
 from helpers.lora_adapters import save_adapter, save_merged
 from helpers.tiny_models import make_tiny_model
+from prometheus_client.parser import text_string_to_metric_families
 
 from streamllm import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from streamllm.errors import InvalidRequestError, ModelLoadError
@@ -184,3 +186,37 @@ def test_over_http(folders, expected, tmp_path):
         check("second", "second")
         server.wait_until_quiet()
     assert server.exit_code == 0 and "Traceback" not in server.stderr
+
+
+def test_metrics_name_the_adapters_that_run_and_wait(folders):
+    """Three adapters under load, two of which have a slot at a time."""
+    flags = ["--model", str(folders["base"]), "--dtype", "float32", "--threads", "1", "--num-kv-blocks", "64",
+             "--max-model-len", "128", "--max-loras", "2", "--max-num-seqs", "4",
+             "--lora-modules", *(f"{name}={folders[name]}" for name in NAMES)]  # fmt: skip
+    with LiveServer(*flags) as server:
+
+        def ask(model: str) -> None:
+            body = {"model": model, "prompt": ["a"] * 10, "max_tokens": 100, "ignore_eos": True}
+            assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+
+        def adapters(client: httpx.Client) -> tuple[set[str], set[str]]:
+            families = text_string_to_metric_families(client.get("/metrics").text)
+            (info,) = (f.samples for f in families if f.name == "streamllm:lora_requests_info")
+            labels = info[0].labels
+            assert len(info) == 1 and labels["max_lora"] == "2"
+            running, waiting = labels["running_lora_adapters"], labels["waiting_lora_adapters"]
+            return set(filter(None, running.split(","))), set(filter(None, waiting.split(",")))
+
+        threads = [threading.Thread(target=ask, args=[name]) for name in NAMES]
+        with httpx.Client(base_url=server.url) as client:
+            assert adapters(client) == (set(), set())
+            for thread in threads:
+                thread.start()
+            seen = []
+            while any(thread.is_alive() for thread in threads):
+                seen.append(adapters(client))
+            server.wait_until_quiet()
+            assert adapters(client) == (set(), set())
+    assert all(len(running) <= 2 and running | waiting <= set(NAMES) for running, waiting in seen)
+    assert set.union(*(running for running, _ in seen)) == set(NAMES)
+    assert any(running and waiting - running for running, waiting in seen)

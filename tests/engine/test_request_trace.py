@@ -206,6 +206,7 @@ async def test_beams_and_embeddings():
         await collect(engine, [65] * 20, params, request_id="beams")
         trace = engine.trace("beams")
         assert trace.record.kind == "beam_search"
+        assert trace.record.longest_choice == 6
         assert [event.num_tokens for event in trace.events if event.kind == "prefill"] == [20]
         await engine.embed([65] * 20, PoolingParams(), request_id="embedding")
         record = engine.trace("embedding").record

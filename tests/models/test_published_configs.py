@@ -91,6 +91,9 @@ class ShapesOfFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.shapes[name]
 
+    def format(self, name: str) -> str:
+        return "bfloat16"
+
 
 def transformers_model(theirs: Any) -> Any:
     """Without memory for weights."""

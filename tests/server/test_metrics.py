@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import time
 
 import httpx
 import pytest
+from helpers.fake_adapter import write_adapter
+from helpers.fake_model import FakeRunner
 from prometheus_client.parser import text_string_to_metric_families
 from serving import MODEL, run_server
 
@@ -97,6 +100,71 @@ def test_gauges_fall_to_zero_when_every_client_leaves():
         samples = scrape(server)
         assert [samples[f"num_requests_{state}"] for state in ("running", "waiting")] == [0, 0]
         assert samples["request_success_total{finished_reason=abort}"] == 12
+
+
+BLOCK_LIVES = (
+    "kv_block_lifetime_seconds",
+    "kv_block_idle_before_evict_seconds",
+    "kv_block_reuse_gap_seconds",
+)
+
+
+def test_block_lives_are_measured_on_demand(server):
+    assert not [name for name in scrape(server) if name.startswith("kv_block_")]
+
+
+def test_block_lives():
+    settings = {"num_blocks": 8, "kv_cache_metrics": True, "kv_cache_metrics_sample": 1}
+    with run_server(engine_settings=settings) as server:
+        start = time.monotonic()
+        for _ in range(3):
+            assert server.post("/v1/completions", {"prompt": "a" * 40, "max_tokens": 1}).is_success
+        # Blocks that are found again, in between; none was handed out twice.
+        assert [scrape(server)[f"{name}_count"] for name in BLOCK_LIVES] == [2, 2, 0]
+        for letter in "bcd":
+            assert server.post("/v1/completions", {"prompt": letter * 100, "max_tokens": 1}).is_success
+        server.wait_idle()
+        samples = scrape(server)
+        elapsed = time.monotonic() - start
+    lifetimes, idle, gaps = (samples[f"{name}_count"] for name in BLOCK_LIVES)
+    # The prompt's two full blocks were taken up twice each, so each has one gap.
+    assert lifetimes == idle > 8 and gaps == 2
+    assert 0 < samples["kv_block_idle_before_evict_seconds_sum"] < samples["kv_block_lifetime_seconds_sum"]
+    assert samples["kv_block_lifetime_seconds_sum"] < lifetimes * elapsed
+    assert 0 < samples["kv_block_reuse_gap_seconds_sum"] < 2 * elapsed
+    assert samples["kv_block_lifetime_seconds_bucket{le=1800.0}"] == lifetimes
+
+
+def lora_info(server) -> list[dict[str, str]]:
+    """The labels of each series of ``lora_requests_info``, whose value is the time of the scrape."""
+    families = text_string_to_metric_families(httpx.get(server.url + "/metrics").text)
+    (family,) = (family for family in families if family.name == "streamllm:lora_requests_info")
+    assert family.type == "gauge"
+    assert all(abs(sample.value - time.time()) < 5 for sample in family.samples)
+    return [sample.labels for sample in family.samples]
+
+
+def test_lora_requests_info(tmp_path):
+    """With room for one adapter at once; ``waiting`` waits for the other one's slot."""
+    settings = {"enable_lora": True, "max_loras": 1}
+    settings["runner"] = FakeRunner(block_size=16, max_num_batched_tokens=64)
+    with run_server(step_seconds=0.005, engine_settings=settings) as server:
+        nothing = {"model_name": MODEL, "engine": "0", "max_lora": "1", "running_lora_adapters": "",
+                   "waiting_lora_adapters": ""}  # fmt: skip
+        assert lora_info(server) == [nothing]
+        with contextlib.ExitStack() as stack:
+            for number, name in enumerate((None, "runs", "runs", "waits", "waits")):
+                if name is not None:
+                    body = {"lora_name": name, "lora_path": write_adapter(tmp_path / name, name)}
+                    server.post("/v1/load_lora_adapter", body)
+                body = {"prompt": "a", "max_tokens": 3000, "stream": True, "model": name}
+                stack.enter_context(httpx.stream("POST", server.url + "/v1/completions", json=body))
+                server.wait_for(lambda n=number: (s := server.stats()).num_running + s.num_waiting == n + 1)
+            server.wait_for(lambda: server.stats().num_running == 3)
+            used = {"running_lora_adapters": "runs", "waiting_lora_adapters": "waits"}
+            assert lora_info(server) == [{**nothing, **used}]
+        server.wait_idle()
+        assert lora_info(server) == [nothing]
 
 
 def test_log_line(server):
