@@ -24,7 +24,6 @@ import numpy as np
 
 from streamllm import _native
 from streamllm.models.checkpoint import Quantization, open_checkpoint
-from streamllm.models.kv_layout import kv_layout
 from streamllm.models.model_config import ModelConfig
 from streamllm.runner.messages import NewSequence, OutputRow, ScheduledBatch, ScheduledRow
 from streamllm.runner.model_runner import ModelRunner
@@ -111,7 +110,7 @@ def runner_logits(
     """Logits of all windows, one position after the other: float32 [windows, vocab]."""
     config = ModelConfig.from_files(files)
     num_windows, length = windows.shape
-    num_groups, blocks_each = kv_layout(config.layer_windows).num_groups, -(-length // BLOCK_SIZE)
+    num_groups, blocks_each = config.kv_layout.num_groups, -(-length // BLOCK_SIZE)
     runner = ModelRunner(
         config,
         open_checkpoint(files, config, quantization=quantization),

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from streamllm.errors import ConfigError
 from streamllm.machine import gpu_is_usable
-from streamllm.settings import Settings, setting
+from streamllm.parallel_settings import ParallelSettings
+from streamllm.settings import Settings, flag_of, setting
 
 if TYPE_CHECKING:
     from streamllm.ops.lora import LoraLimits
@@ -27,7 +28,7 @@ DEFAULT_LORAS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(Settings):
+class EngineConfig(ParallelSettings):
     """What the engine needs to know: the model, its precision, memory and batch limits."""
 
     model: str | None = setting(
@@ -190,6 +191,10 @@ class EngineConfig(Settings):
         False, "Check owner and generation of every KV block in every step (slow).", kind="bool"
     )
     disable_log_stats: bool = setting(False, "Do not log throughput every 10 s.", kind="bool")
+    kv_cache_metrics: bool = setting(False, "Measure how long KV blocks live and lie idle.", kind="bool")
+    kv_cache_metrics_sample: float = setting(
+        0.01, "Share of blocks that --kv-cache-metrics follows, in (0, 1].", kind="float", low=0.0, high=1.0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -197,8 +202,9 @@ class EngineConfig(Settings):
             raise ConfigError(f"--block-size must be a multiple of 16, got {self.block_size}.")
         if self.max_model_len == 0:
             raise ConfigError("--max-model-len must be at least 1, or auto.")
-        if self.gpu_memory_utilization == 0:
-            raise ConfigError("--gpu-memory-utilization must be above 0.")
+        for name in ("gpu_memory_utilization", "kv_cache_metrics_sample"):
+            if getattr(self, name) == 0:
+                raise ConfigError(f"{flag_of(name)} must be above 0.")
         self._set_lora_defaults()
         on_gpu = self.resolved_backend == "cuda"
         if self.max_num_batched_tokens is None:
@@ -346,11 +352,7 @@ class ServerConfig(Settings):
         "folder for the port in the user's state ($XDG_STATE_HOME or ~/.local/state).",
     )
     store_max_bytes: int = setting(
-        2**30,
-        "Most that stored responses may take; the oldest go first.",
-        kind="bytes",
-        low=0,
-        high=2**50,
+        2**30, "Most that stored responses may take; the oldest go first.", kind="bytes", low=0, high=2**50
     )
     store_max_days: float = setting(
         30.0,

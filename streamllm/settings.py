@@ -53,8 +53,9 @@ class Settings:
 
 
 def settings_of(config_class: type) -> tuple[Field[Any], ...]:
-    """The declared settings of a class, in order."""
-    return fields(config_class)
+    """The declared settings of a class, in order: its own, then those that it inherits."""
+    inherited = {name for base in config_class.__mro__[1:] for name in getattr(base, "__annotations__", ())}
+    return tuple(sorted(fields(config_class), key=lambda declared: declared.name in inherited))
 
 
 def flag_of(name: str) -> str:

@@ -11,8 +11,6 @@ from typing import Any
 from streamllm.errors import ConfigError
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "tokenizer": (None,),
     "tokenizer_mode": ("auto",),
@@ -31,7 +29,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "max_logprobs": (20,),
     "async_scheduling": (True, None),
     "disable_custom_all_reduce": (True, False),
-    "distributed_executor_backend": (None, "uni"),
     "speculative_config": (None,),
     "compilation_config": (None,),
     "lora_dtype": ("auto",),
@@ -58,7 +55,7 @@ UNSUPPORTED = frozenset(
     disable_hybrid_kv_cache_manager enable_eplb enable_expert_parallel enable_force_include_usage
     enable_log_deltas enable_log_outputs enable_mfu_metrics enable_prompt_embeds enable_ssl_refresh
     enable_tokenizer_info_endpoint fingerprint_mode fingerprint_value guided_decoding_backend headless
-    hf_config_path hf_token kv_cache_dtype_skip_layers kv_cache_metrics kv_cache_metrics_sample
+    hf_config_path hf_token kv_cache_dtype_skip_layers
     kv_events_config kv_offloading_backend kv_offloading_size kv_transfer_config limit_mm_per_prompt
     log_config_file log_error_stack master_addr master_port max_log_len max_long_partial_prefills
     max_seq_len_to_capture middleware mm_processor_cache_gb mm_processor_kwargs nnodes node_rank

@@ -17,7 +17,7 @@ from streamllm.config import EngineConfig
 
 PACKAGES = (
     "numpy", "tokenizers", "jinja2", "gguf", "safetensors", "huggingface-hub", "starlette", "uvicorn",
-    "uvloop", "httptools", "orjson", "msgspec", "torch", "transformers", "triton",
+    "uvloop", "httptools", "orjson", "msgspec", "torch", "transformers", "triton", "ray",
 )  # fmt: skip
 
 _HUGE_PAGES = {

@@ -84,6 +84,7 @@ def render(name: str, plan: Capacity) -> str:
         ("architecture", plan.architecture),
         ("parameters", f"{plan.num_parameters / 1e6:,.1f} million"),
         ("weights in the file", formats),
+        *([("workers", f"{plan.num_workers}; of the fullest one:")] if plan.num_workers > 1 else []),
         ("weights in memory", gib(plan.weight_bytes)),
         *([("adapters", f"{gib(plan.adapter_bytes)} in full slots")] if plan.adapter_bytes else []),
         ("KV cache", f"{plan.kv_cache_dtype}, {gib(plan.kv_bytes_per_token)} a token"),

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from streamllm.config import EngineConfig
 from streamllm.engine.adapters import AdapterRegistry
 from streamllm.engine.admission import Admission
+from streamllm.engine.block_lives import BlockLives
 from streamllm.engine.block_pool import BlockPool
 from streamllm.engine.block_table import most_blocks
 from streamllm.engine.events import EventLog
@@ -44,7 +45,6 @@ from streamllm.engine.token_rules import TokenRuleMaker
 from streamllm.engine.watch import EngineWatch
 from streamllm.errors import EngineDeadError, InvalidRequestError
 from streamllm.lora.request import LoRARequest
-from streamllm.models.kv_layout import kv_layout
 from streamllm.models.rope import restart_length
 from streamllm.ops.step_inputs import MAX_LOGPROBS
 from streamllm.outputs import EmbeddingRequestOutput, RequestOutput
@@ -57,7 +57,7 @@ from streamllm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from streamllm.engine.grammar_compile import CompiledGrammar
     from streamllm.models.model_config import ModelConfig
-    from streamllm.runner.executor import Executor
+    from streamllm.runner.executor import StepExecutor
     from streamllm.runner.token_rules import TokenRules
 
 logger = logging.getLogger("streamllm.engine")
@@ -84,7 +84,7 @@ class AsyncEngine:
         model_config: ModelConfig,
         tokenizer: Tokenizer,
         chat_template: ChatTemplate | None,
-        executor: Executor,
+        executor: StepExecutor,
         num_blocks: int,
         max_model_len: int,
         default_sampling: dict[str, Any],
@@ -102,8 +102,10 @@ class AsyncEngine:
         self.history = RequestHistory()
         self.events = EventLog(history=self.history)
         self.steps = StepHistory()
-        self._windows = kv_layout(model_config.layer_windows).windows
+        self._windows = model_config.kv_layout.windows
         self._pool = BlockPool(num_blocks, config.block_size, debug=config.debug_kv_blocks)
+        self.block_lives = BlockLives(config.kv_cache_metrics_sample) if config.kv_cache_metrics else None
+        self._pool.observer = self.block_lives
         self._scheduler = Scheduler(
             self._pool,
             Limits(
@@ -138,7 +140,8 @@ class AsyncEngine:
             config.block_size, model_config.ropes, enabled=config.enable_prefix_caching
         )
         vocab_size = min(tokenizer.vocab_size, model_config.vocab_size)
-        self._rule_maker = TokenRuleMaker(tokenizer, vocab_size, self._eos_token_ids)
+        prepare = executor.prepare_processors
+        self._rule_maker = TokenRuleMaker(tokenizer, vocab_size, self._eos_token_ids, prepare)
         self._grammars = GrammarCompiler(tokenizer, self._eos_token_ids, vocab_size)
         self.renderer = ChatRenderer(tokenizer, chat_template, self._admission.check_text)
         self._outputs = OutputProcessor(tokenizer, self._scheduler.finish, self._on_finished, self.events)
@@ -169,6 +172,7 @@ class AsyncEngine:
     async def start(self) -> None:
         """Start serving on the running loop. Harmless when started already."""
         if self._task is None:
+            self._executor.start(self.fail)
             self._task = asyncio.create_task(self._run(), name="streamllm-engine")
 
     async def stop(self) -> None:
@@ -354,10 +358,12 @@ class AsyncEngine:
         )
 
     def restart_counters(self) -> None:
-        """Count tokens and requests from zero."""
+        """Count tokens, requests and blocks from zero."""
         self._outputs.counters = Counters()
         self._scheduler.prefix_cache = PrefixCacheCounters()
         self.history.forget_ended()
+        if self.block_lives is not None:
+            self.block_lives.reset()
 
     def reset_prefix_cache(self) -> None:
         """Forget the prefix cache; running requests go on."""

@@ -10,15 +10,16 @@ from streamllm import machine
 from streamllm.config import EngineConfig
 from streamllm.engine.block_table import most_blocks
 from streamllm.engine.memory import gib, longest_sequence, num_kv_blocks
+from streamllm.engine.model_shard import ModelShard
 from streamllm.errors import StreamLLMError
 from streamllm.models.checkpoint import Checkpoint
-from streamllm.models.kv_layout import kv_layout
 from streamllm.models.lora_targets import check_adaptable, lora_bytes
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.tensor_shapes import expected_shapes
 from streamllm.models.weights import WeightMode, weight_bytes
 from streamllm.ops.cpu_plan import CpuOps
 from streamllm.ops.kv_cache import kv_bytes_per_block
+from streamllm.runner.pending_runner import Share
 from streamllm.settings import AUTO_LENGTH
 
 _TYPICAL_LENGTHS = (512, 2048, 8192, 32768, 131072)
@@ -32,6 +33,8 @@ class Capacity:
 
     Attributes:
         architecture: as in ``config.json``.
+        num_workers: among which it is divided. Memory, from ``weight_bytes`` on, is that of the one that has
+            most of it.
         num_parameters: elements of all weights.
         weight_formats: bytes in the file by format.
         weight_bytes: bytes in memory.
@@ -51,6 +54,7 @@ class Capacity:
     """
 
     architecture: str
+    num_workers: int
     num_parameters: int
     weight_formats: dict[str, int]
     weight_bytes: int
@@ -95,18 +99,24 @@ def capacity(config: EngineConfig, model_config: ModelConfig, checkpoint: Checkp
     Raises:
         ConfigError: a flag cannot be honoured on this machine.
     """
+    shard = _fullest_shard(config, model_config, checkpoint)
     if config.resolved_backend == "cuda":
-        target = _gpu_target(config, model_config, checkpoint)
+        target = _gpu_target(config, shard.config, checkpoint)
     else:
-        target = _cpu_target(config, model_config)
-    layout, bytes_per_block = kv_layout(model_config.layer_windows), target.kv_bytes_per_block
+        target = _cpu_target(config, shard.config)
+    layout, bytes_per_block = model_config.kv_layout, target.kv_bytes_per_block
     mode: WeightMode = "float32" if config.exact or model_config.through_transformers else "packed"
-    weights = weight_bytes(checkpoint, target.packed_formats, mode, dense_itemsize=target.dense_itemsize)
+    weights = weight_bytes(
+        shard.checkpoint, target.packed_formats, mode, dense_itemsize=target.dense_itemsize
+    )
     adapters = 0
     if config.enable_lora:
         check_adaptable(model_config)
-        adapters = lora_bytes(
-            model_config, config.lora_limits, checkpoint, mode, dense_itemsize=target.dense_itemsize
+        adapters = (
+            lora_bytes(
+                model_config, config.lora_limits, checkpoint, mode, dense_itemsize=target.dense_itemsize
+            )
+            // config.world_size
         )
     num_blocks = longest = 0
     problem = None
@@ -134,6 +144,7 @@ def capacity(config: EngineConfig, model_config: ModelConfig, checkpoint: Checkp
     num_parameters = _num_parameters(model_config, checkpoint)
     return Capacity(
         architecture=model_config.architecture,
+        num_workers=config.world_size,
         num_parameters=num_parameters,
         weight_formats=_formats(checkpoint),
         weight_bytes=weights,
@@ -149,14 +160,27 @@ def capacity(config: EngineConfig, model_config: ModelConfig, checkpoint: Checkp
         max_model_len=longest,
         sequences=tuple((length, num_blocks // blocks_of(length)) for length in lengths),
         problem=problem,
-        remedies=_remedies(config, target, checkpoint, mode, weights + adapters, num_parameters)
+        remedies=_remedies(config, target, shard.checkpoint, mode, weights + adapters, num_parameters)
         if problem
         else (),
     )
 
 
+def _fullest_shard(config: EngineConfig, model_config: ModelConfig, checkpoint: Checkpoint) -> ModelShard:
+    """The part of the model that takes most memory."""
+    size, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    shards = [
+        ModelShard.of(
+            model_config, checkpoint, Share(rank=rank, size=size, stage=stage, num_stages=num_stages)
+        )
+        for stage in range(num_stages)
+        for rank in range(size)
+    ]
+    return max(shards, key=lambda shard: sum(map(shard.checkpoint.num_bytes, shard.checkpoint.names())))
+
+
 def _block_shape(config: EngineConfig, model_config: ModelConfig) -> tuple[int, int, int, int]:
-    layers_per_block = kv_layout(model_config.layer_windows).layers_per_block
+    layers_per_block = model_config.kv_layout.layers_per_block
     return layers_per_block, model_config.num_kv_heads, model_config.head_dim, config.block_size
 
 
@@ -164,7 +188,7 @@ def _cpu_target(config: EngineConfig, model_config: ModelConfig) -> _Target:
     dtype = config.resolved_kv_cache_dtype
     return _Target(
         "the CPU",
-        machine.available_memory(),
+        machine.available_memory() // (1 if config.launcher == "ray" else config.world_size),
         None,
         CpuOps.packed_formats,
         4,

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 from streamllm import machine
 from streamllm.config import EngineConfig
 from streamllm.engine.memory import gib, longest_sequence, num_kv_blocks
+from streamllm.engine.model_shard import ModelShard
 from streamllm.errors import ConfigError, ModelLoadError
 from streamllm.models.checkpoint import Checkpoint
-from streamllm.models.kv_layout import kv_layout
 from streamllm.models.model_config import ModelConfig
 from streamllm.models.weights import WeightMode, weight_bytes
+from streamllm.runner.pending_runner import PendingRunner, Share
 from streamllm.settings import AUTO_LENGTH
 
 if TYPE_CHECKING:
@@ -184,9 +185,10 @@ def load_on_gpu(
     *,
     sampled_vocab_size: int,
     progress: bool,
+    share: Share,
     target: GpuTarget | None = None,
-) -> tuple[ModelRunner, str]:
-    """A runner with its weights and KV pool on a GPU, and what to call that.
+) -> PendingRunner:
+    """The weights on a GPU, and what the largest step leaves beside them.
 
     Raises:
         ConfigError: a flag cannot be honoured here.
@@ -199,13 +201,14 @@ def load_on_gpu(
     from streamllm.runner.gpu_backend import GpuBackend
     from streamllm.runner.model_runner import ModelRunner, check_supported
 
-    check_supported(model_config)
+    shard = ModelShard.of(model_config, checkpoint, share)
+    check_supported(shard.config)
     dtype = activation_dtype(config, checkpoint)
     kv_cache_dtype = cache_dtype(config, dtype)
     _check_head_size(target.kernels, model_config.head_dim, kv_cache_dtype)
     weight_mode: WeightMode = "float32" if config.exact else "packed"
     available = target.memory.free()
-    _check_weights_fit(checkpoint, weight_mode, DTYPES[dtype].itemsize, available)
+    _check_weights_fit(shard.checkpoint, weight_mode, DTYPES[dtype].itemsize, available)
     # The code of Transformers' models looks at values on the host, which no graph can hold.
     recorder = None if model_config.through_transformers else target.recorder
     make_backend = functools.partial(
@@ -216,12 +219,12 @@ def load_on_gpu(
         f"Not enough memory on the GPU for the weights ({gib(available)} were free); take a smaller model or "
         "quantised weights."
     ):
-        loaded = load_model(model_config, backend, checkpoint, progress, weight_mode)
+        loaded = load_model(model_config, backend, checkpoint, progress, weight_mode, shard.parallel)
     taken = max(available - target.memory.free(), backend.ops.weight_bytes)
 
     def runner(loaded: LoadedModel, num_blocks: int, max_model_len: int) -> ModelRunner:
         return ModelRunner(
-            model_config,
+            shard.config,
             checkpoint,
             block_size=config.block_size,
             num_blocks=num_blocks,
@@ -250,31 +253,35 @@ def load_on_gpu(
     ):
         step_bytes = target.memory.peak_of(run_largest_step)
     bytes_per_block = device_kv_bytes_per_block(
-        kv_layout(model_config.layer_windows).layers_per_block,
-        model_config.num_kv_heads,
-        model_config.head_dim,
+        shard.config.kv_layout.layers_per_block,
+        shard.config.num_kv_heads,
+        shard.config.head_dim,
         config.block_size,
         kv_cache_dtype,
     )
     num_blocks = num_kv_blocks(
         config,
         bytes_per_block=bytes_per_block,
-        weight_bytes=taken + step_bytes + _graph_bytes(config, model_config, recorder, step_bytes),
+        weight_bytes=taken + step_bytes + _graph_bytes(config, shard.config, recorder, step_bytes),
         available=available,
         total=target.memory.total(),
     )
-    max_model_len = longest_sequence(
-        config,
-        model_limit=model_config.context_length,
-        num_blocks=num_blocks,
-        windows=kv_layout(model_config.layer_windows).windows,
-    )
+
+    def make_runner(num_blocks: int) -> ModelRunner:
+        max_model_len = longest_sequence(
+            config,
+            model_limit=model_config.context_length,
+            num_blocks=num_blocks,
+            windows=model_config.kv_layout.windows,
+        )
+        with _where_memory_ends(
+            "Not enough memory on the GPU beside weights and KV pool; lower --gpu-memory-utilization, or do "
+            "without graphs (--enforce-eager)."
+        ):
+            return runner(loaded, num_blocks, max_model_len)
+
     place = f"{dtype} on {target.name}, {target.kernels.name} kernels"
-    with _where_memory_ends(
-        "Not enough memory on the GPU beside weights and KV pool; lower --gpu-memory-utilization, or do "
-        "without graphs (--enforce-eager)."
-    ):
-        return runner(loaded, num_blocks, max_model_len), place
+    return PendingRunner(num_blocks, make_runner, place, shard.shard_adapter)
 
 
 @contextlib.contextmanager
@@ -316,7 +323,8 @@ def _graph_bytes(
     tokens = config.max_num_batched_tokens
     largest = min(tokens, LARGEST_PIECEWISE)
     num_whole, num_cut = len(ladder(min(config.max_num_seqs, tokens))), len(ladder(largest))
-    launches = num_whole * GRAPH_BYTES + num_cut * (model_config.num_layers + 1) * PIECE_BYTES
+    num_layers = len(model_config.own_layers or range(model_config.num_layers))
+    launches = num_whole * GRAPH_BYTES + num_cut * (num_layers + 1) * PIECE_BYTES
     if config.lora_limits is not None:
         launches *= 2  # with adapters and without
     return step_bytes * largest // tokens + launches

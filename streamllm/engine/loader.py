@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from streamllm.config import EngineConfig
 from streamllm.engine.async_engine import AsyncEngine
-from streamllm.engine.memory import gib, longest_sequence, num_kv_blocks
+from streamllm.engine.memory import gib
+from streamllm.engine.shard_loader import load, open_model, start_workers
 from streamllm.errors import ModelLoadError
-from streamllm.machine import available_cores, available_memory, memory_nodes
-from streamllm.models.checkpoint import Checkpoint, open_checkpoint
-from streamllm.models.kv_layout import kv_layout
-from streamllm.models.lora_targets import check_adaptable, lora_bytes
 from streamllm.models.model_config import ModelConfig
-from streamllm.models.weights import WeightMode
-from streamllm.ops.instruction_set import instruction_set
-from streamllm.ops.memory import spread_over_nodes
 from streamllm.runner.executor import Executor
-from streamllm.runner.model_runner import ModelRunner
+from streamllm.runner.pending_runner import RunnerSize, Share
 from streamllm.settings import AUTO_LENGTH
 from streamllm.sources import resolve
 from streamllm.sources.model_files import ModelFiles
 from streamllm.text.chat_template import ChatTemplate
 from streamllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from streamllm.runner.distributed.executor import DistributedExecutor
 
 logger = logging.getLogger("streamllm.engine")
 
@@ -32,128 +28,50 @@ logger = logging.getLogger("streamllm.engine")
 def load_engine(config: EngineConfig) -> AsyncEngine:
     """See :meth:`AsyncEngine.from_config`."""
     files = resolve(config.model, revision=config.revision)
-    model_config = ModelConfig.from_files(files, trust_remote_code=config.trust_remote_code)
-    if config.enable_lora:
-        check_adaptable(model_config)
-    checkpoint = open_checkpoint(files, model_config, quantization=config.quantization)
+    model_config, checkpoint = open_model(config, files)
     tokenizer = _load_tokenizer(files)
-    load = _load_on_cpu
-    if config.resolved_backend == "cuda":
-        from streamllm.engine.gpu_loader import load_on_gpu
-
-        load = load_on_gpu
-    runner, place = load(
-        config,
-        model_config,
-        checkpoint,
-        sampled_vocab_size=min(tokenizer.vocab_size, model_config.vocab_size),
-        progress=sys.stderr.isatty(),
-    )
-    logger.info(
-        "%s: weights %s, KV pool %s = %d blocks of %d tokens (%d tokens), sequences up to %d tokens, %s",
-        files.served_name, gib(runner.weight_bytes), gib(runner.kv_cache_bytes), runner.num_blocks,
-        config.block_size, runner.num_blocks * config.block_size, runner.max_model_len, place,
-    )  # fmt: skip
-    if config.max_model_len in (None, AUTO_LENGTH) and runner.max_model_len < model_config.context_length:
-        logger.warning(
-            "the KV pool holds sequences of %d tokens, the model would allow %d; raise "
-            "--kv-cache-memory-bytes for longer ones",
-            runner.max_model_len, model_config.context_length,
-        )  # fmt: skip
+    vocab_size = min(tokenizer.vocab_size, model_config.vocab_size)
+    executor: Executor | DistributedExecutor
+    if config.launcher is None:
+        loading = load(config, model_config, checkpoint, sampled_vocab_size=vocab_size, share=Share())
+        runner = loading.make_runner(loading.num_blocks)
+        executor, size = Executor(runner), RunnerSize.of(runner, loading.place)
+    else:
+        executor = start_workers(config, files, model_config, checkpoint, sampled_vocab_size=vocab_size)
+        size = executor.size
+    _log_size(config, files, model_config, size)
     engine = AsyncEngine(
         config=config,
         model_name=files.served_name,
         model_config=model_config,
         tokenizer=tokenizer,
         chat_template=_load_chat_template(tokenizer),
-        executor=Executor(runner),
-        num_blocks=runner.num_blocks,
-        max_model_len=runner.max_model_len,
+        executor=executor,
+        num_blocks=size.num_blocks,
+        max_model_len=size.max_model_len,
         default_sampling=dict(model_config.default_sampling) if config.generation_config == "auto" else {},
     )
-    engine.weight_bytes = runner.weight_bytes
+    engine.weight_bytes = size.weight_bytes
     try:
         engine.adapters.load_modules(config.lora_module_paths)
     except ModelLoadError:
-        runner.close()
+        executor.close()
         raise
     return engine
 
 
-def _load_on_cpu(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    checkpoint: Checkpoint,
-    *,
-    sampled_vocab_size: int,
-    progress: bool,
-) -> tuple[ModelRunner, str]:
-    """A runner on the CPU (native kernels, or the reference on torch), and what to call that."""
-    available = available_memory()
-    threads = _threads(config)
-    is_dense = config.exact or model_config.through_transformers
-    weight_mode: WeightMode = "float32" if is_dense else "packed"
-    num_blocks = num_kv_blocks(
-        config,
-        bytes_per_block=ModelRunner.kv_bytes_per_block(
-            model_config, config.block_size, config.resolved_kv_cache_dtype
-        ),
-        weight_bytes=ModelRunner.expected_weight_bytes(checkpoint, weight_mode)
-        + lora_bytes(model_config, config.lora_limits, checkpoint, weight_mode),
-        available=available,
-    )
-    max_model_len = longest_sequence(
-        config,
-        model_limit=model_config.context_length,
-        num_blocks=num_blocks,
-        windows=kv_layout(model_config.layer_windows).windows,
-    )
-    if config.backend != "torch":
-        _prepare_machine(memory_nodes())
-    runner = ModelRunner(
-        model_config,
-        checkpoint,
-        block_size=config.block_size,
-        num_blocks=num_blocks,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        kv_cache_dtype=config.resolved_kv_cache_dtype,
-        max_model_len=max_model_len,
-        threads=threads,
-        weight_mode=weight_mode,
-        backend="torch" if config.backend == "torch" else "cpu",
-        sampled_vocab_size=sampled_vocab_size,
-        progress=progress,
-        lora=config.lora_limits,
-    )
-    return runner, f"{threads} threads"
-
-
-def _threads(config: EngineConfig) -> int:
-    cores = available_cores()
-    if config.threads is None:
-        return cores
-    if config.threads > cores:
+def _log_size(config: EngineConfig, files: ModelFiles, model_config: ModelConfig, size: RunnerSize) -> None:
+    """Says once what has been loaded, and what there is room for."""
+    logger.info(
+        "%s: weights %s, KV pool %s = %d blocks of %d tokens (%d tokens), sequences up to %d tokens, %s",
+        files.served_name, gib(size.weight_bytes), gib(size.kv_cache_bytes), size.num_blocks,
+        config.block_size, size.num_blocks * config.block_size, size.max_model_len, size.place,
+    )  # fmt: skip
+    if config.max_model_len in (None, AUTO_LENGTH) and size.max_model_len < model_config.context_length:
         logger.warning(
-            "--threads %d is more than the %d cores that this process may use (affinity and control group): "
-            "threads will wait for each other; leave it out or lower it",
-            config.threads, cores,
-        )  # fmt: skip
-    return config.threads
-
-
-def _prepare_machine(nodes: Sequence[int]) -> None:
-    """Says once what makes this machine slower than it could be, and spreads memory over NUMA nodes."""
-    if (kernels := instruction_set()).name == "portable":
-        logger.warning(
-            "the portable kernels run, which are several times slower than those for AVX2 and better (%s)",
-            kernels.why,
-        )
-    if not spread_over_nodes(nodes):
-        logger.warning(
-            "the kernel refuses to spread memory over the %d NUMA nodes (a container's seccomp profile must "
-            "allow mbind): weights and KV cache may lie on one of them",
-            len(nodes),
+            "the KV pool holds sequences of %d tokens, the model would allow %d; raise "
+            "--kv-cache-memory-bytes for longer ones",
+            size.max_model_len, model_config.context_length,
         )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from streamllm.engine.scheduler import Scheduler
 from streamllm.engine.step_history import Delivery, StepHistory, StepRecord
 from streamllm.engine.step_observer import StepObserver
 from streamllm.engine.structured import GrammarMasks
-from streamllm.runner.executor import Executor, RunningStep
+from streamllm.runner.executor import RunningStep, StepExecutor
 from streamllm.runner.messages import ScheduledBatch, StepOutput
 
 logger = logging.getLogger("streamllm.engine")
@@ -63,7 +63,7 @@ class StepLoop:
     def __init__(
         self,
         scheduler: Scheduler,
-        executor: Executor,
+        executor: StepExecutor,
         outputs: OutputProcessor,
         masks: GrammarMasks,
         observer: StepObserver,

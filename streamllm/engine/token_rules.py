@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 
 from streamllm.errors import InvalidRequestError
 from streamllm.logits_processors import make_logits_processors
-from streamllm.runner.token_rules import TokenRules
+from streamllm.runner.token_rules import LogitsProcessor, TokenRules
 from streamllm.sampling_params import BeamSearchParams, SamplingParams
 from streamllm.text.tokenizer import Tokenizer
 
@@ -25,11 +25,19 @@ class TokenRuleMaker:
         tokenizer: knows the vocabulary, and tokenises bad words.
         vocab_size: ids below this are sampled.
         eos_token_ids: ids that end a sequence.
+        prepare_processors: makes logits processors ready for where the model is.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        prepare_processors: Callable[[tuple[LogitsProcessor, ...]], tuple[LogitsProcessor, ...]] = tuple,
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._prepare_processors = prepare_processors
         self._eos_token_ids = sorted(token_id for token_id in eos_token_ids if token_id < vocab_size)
         self._known_ids = frozenset(filter(tokenizer.contains, range(vocab_size)))
 
@@ -73,8 +81,8 @@ class TokenRuleMaker:
             min_tokens=params.min_tokens if held_back else 0,
             bad_words=_by_last_but_one(words),
             allowed_mask=self._mask(params.allowed_token_ids),
-            processors=make_logits_processors(
-                params.logits_processors or (), params.extra_args, self._vocab_size
+            processors=self._prepare_processors(
+                make_logits_processors(params.logits_processors or (), params.extra_args, self._vocab_size)
             ),
         )
         self._check_something_is_left(params, rules)

@@ -13,6 +13,7 @@ import numpy as np
 from streamllm.ops.lora import LoraAdapter
 from streamllm.runner.messages import ScheduledBatch, StepOutput
 from streamllm.runner.model_runner import ModelRunner, StartedStep
+from streamllm.runner.token_rules import LogitsProcessor
 
 Result = TypeVar("Result")
 
@@ -37,8 +38,46 @@ class RunningStep(Protocol):
         """Returns when the step is done; raises what it raised. Steps are awaited in order."""
 
 
+class StepExecutor(Protocol):
+    """What computes an engine's steps, in its own process or in others.
+
+    Attributes:
+        queue_depth: steps that may be submitted before the first of them has returned.
+    """
+
+    queue_depth: int
+
+    def start(self, on_failure: Callable[[str], None]) -> None:
+        """The engine starts, on the running loop.
+
+        Args:
+            on_failure: called on the loop, once and with the reason, if no step can be computed any more.
+        """
+
+    def submit(self, batch: ScheduledBatch) -> RunningStep:
+        """Starts the step's forward, behind those in flight, and returns. Call it on the running loop."""
+
+    def prepare_processors(self, processors: tuple[LogitsProcessor, ...]) -> tuple[LogitsProcessor, ...]:
+        """What goes into the rules of a request with these logits processors; on any thread.
+
+        Raises:
+            InvalidRequestError: one of them cannot be called where the model is.
+        """
+
+    def read_adapter(self, name: str, path: str) -> LoraAdapter:
+        """Reads the adapter in a folder, checks it against the model, and makes it ready for a slot; on any
+        thread, while steps run too.
+
+        Raises:
+            ModelLoadError: as :func:`streamllm.models.lora_adapter.read_adapter` says.
+        """
+
+    def close(self) -> None:
+        """Ends whatever computes; not used after."""
+
+
 class Executor:
-    """Runs a model runner in this process without ever blocking the loop.
+    """Runs a model runner in this process without ever blocking the loop (a :class:`StepExecutor`).
 
     With native plans and with a device the loop watches the runner's event fd: no Python thread has to win
     the interpreter lock back. A runner without one computes in a single thread of its own.
@@ -57,14 +96,18 @@ class Executor:
         self._phases: deque[tuple[asyncio.Future[StepOutput | None], StartedStep | None]] = deque()
         self._thread = None if runner.event_fd is not None else ThreadPoolExecutor(1, "streamllm-step")
 
+    def start(self, on_failure: Callable[[str], None]) -> None:
+        """Nothing to do: what fails here takes the engine's process with it."""
+
+    def prepare_processors(self, processors: tuple[LogitsProcessor, ...]) -> tuple[LogitsProcessor, ...]:
+        return processors
+
     def submit(self, batch: ScheduledBatch) -> RunningStep:
-        """Starts the step's forward, behind those in flight, and returns. Call it on the running loop."""
         if self._thread is not None:
             return _StepInThread(self.runner, self._thread, batch)
         return _Step(self, batch)
 
     def read_adapter(self, name: str, path: str) -> LoraAdapter:
-        """See :meth:`ModelRunner.read_adapter`; on any thread, while steps run too."""
         return self.runner.read_adapter(name, path)
 
     def close(self) -> None:

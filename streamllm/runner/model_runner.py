@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,9 +12,9 @@ import numpy as np
 
 from streamllm.errors import ConfigError, InvalidRequestError, ModelLoadError
 from streamllm.models.checkpoint import Checkpoint
-from streamllm.models.kv_layout import kv_layout
 from streamllm.models.lora_adapter import read_adapter
 from streamllm.models.model_config import ModelConfig
+from streamllm.models.parallel_family import Parallel
 from streamllm.models.rope import RopeTable
 from streamllm.models.weights import WeightMode, weight_bytes
 from streamllm.ops.cpu_plan import CpuOps
@@ -83,6 +84,8 @@ class ModelRunner:
         lora: room for adapters.
         loaded: a backend that has the weights already; then ``threads``, ``backend``, ``weight_mode`` and
             ``lora`` mean nothing.
+        whole_config: of the whole model, where ``model_config`` is of this rank's part; ``None``: the same.
+        parallel: the rank whose part of the weights is loaded; ``None``: all of them.
 
     Attributes:
         num_blocks: blocks of the KV cache.
@@ -117,8 +120,10 @@ class ModelRunner:
         weight_mode: WeightMode = "float32",
         lora: LoraLimits | None = None,
         loaded: LoadedModel | None = None,
+        whole_config: ModelConfig | None = None,
+        parallel: Parallel | None = None,
     ):
-        layout = kv_layout(model_config.layer_windows)
+        layout = model_config.kv_layout
         check_supported(model_config)
         self._model_config = model_config
         self.num_blocks = num_blocks
@@ -135,7 +140,8 @@ class ModelRunner:
         )
         if loaded is None:
             made = _make_backend(backend, model_config, threads, max_num_batched_tokens, max_outputs, lora)
-            loaded = load_model(model_config, made, checkpoint, progress, weight_mode)
+            whole_config = whole_config or model_config
+            loaded = load_model(whole_config, made, checkpoint, progress, weight_mode, parallel)
         self._backend = loaded.backend
         kv_cache = self._backend.make_cache(
             model_config,
@@ -167,7 +173,7 @@ class ModelRunner:
     def kv_bytes_per_block(model_config: ModelConfig, block_size: int, kv_cache_dtype: str) -> int:
         """Bytes that a block takes over all the layers that share it."""
         return kv_bytes_per_block(
-            kv_layout(model_config.layer_windows).layers_per_block,
+            model_config.kv_layout.layers_per_block,
             model_config.num_kv_heads,
             model_config.head_dim,
             block_size,
@@ -190,12 +196,16 @@ class ModelRunner:
         Raises:
             ModelLoadError: as :func:`streamllm.models.lora_adapter.read_adapter` says.
         """
-        ops = self._backend.ops
-        if ops.lora is None:
+        lora = self._backend.ops.lora
+        if lora is None:
             raise ConfigError("adapters need --enable-lora.")
-        adapter = read_adapter(name, Path(path), self._model_config, max_rank=ops.lora.max_rank)
-        ops.prepare_adapter(adapter)
+        adapter = read_adapter(name, Path(path), self._model_config, max_rank=lora.max_rank)
+        self.prepare_adapter(adapter)
         return adapter
+
+    def prepare_adapter(self, adapter: LoraAdapter) -> None:
+        """Makes an adapter that was read elsewhere ready for a slot; on any thread, while steps run too."""
+        self._backend.ops.prepare_adapter(adapter)
 
     def start(self, batch: ScheduledBatch) -> StartedStep:
         """Takes the batch's news into the state and submits the forward.
@@ -363,7 +373,8 @@ class ModelRunner:
     def close(self) -> None:
         """Waits for what runs and gives the event fd back. The runner is not used after."""
         while self.in_flight:
-            self.wait()
+            with contextlib.suppress(Exception):  # of steps whose output nobody wants
+                self.wait()
         self._backend.close()
 
     def _fill_dynamic_rope(self, batch: ScheduledBatch) -> None:

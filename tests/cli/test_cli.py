@@ -123,7 +123,7 @@ def test_vllm_flags_that_change_nothing_are_passed_over(flags):
     ("arguments", "words"),
     [
         (["serve", "--max-num-sqs", "4"], ["--max-num-sqs", "--max-num-seqs"]),
-        (["serve", "--tensor-parallel-size", "2"], ["--tensor-parallel-size 2", "not supported"]),
+        (["serve", "--data-parallel-size", "2"], ["--data-parallel-size 2", "not supported"]),
         (["serve", "--lora-modules", "a"], ["--lora-modules takes NAME=FOLDER, got a"]),
         (
             ["serve", "--max-loras", "4", "--max-cpu-loras", "2"],

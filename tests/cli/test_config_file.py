@@ -34,7 +34,7 @@ api-key: [a, b]
 kv-cache-memory-bytes: 1GiB
 default-chat-template-kwargs: {enable_thinking: false}
 revision:
-tensor-parallel-size: 1    # of vLLM's, changes nothing here
+data-parallel-size: 1    # of vLLM's, changes nothing here
 """
 
 
@@ -67,7 +67,7 @@ def test_negated_keys_and_empty_files(config):
     ("text", "words"),
     [
         ("max-num-sqs: 4", ["unknown key max-num-sqs", "Did you mean max-num-seqs?"]),
-        ("tensor-parallel-size: 2", ["--tensor-parallel-size 2 is not supported"]),
+        ("data-parallel-size: 2", ["--data-parallel-size 2 is not supported"]),
         ("enable-eplb: true", ["--enable-eplb"]),
         ("enforce-eager: 3", ["enforce-eager must be true or false, got 3"]),
         ("port: 99999", ["--port", "65535"]),

@@ -84,7 +84,7 @@ def test_one_bad_prompt_among_good_ones_runs_none(llm):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2"),
+        ({"data_parallel_size": 2}, "--data-parallel-size 2"),
         ({"max_modle_len": 5}, "max_model_len"),
         ({"speculative_config": {"n": 1}}, "--speculative-config"),
         ({"max_model_len": 10**6}, "8192"),

@@ -10,7 +10,7 @@ from helpers.tiny_gguf import save_tiny_gguf
 
 from streamllm import _native
 from streamllm.config import EngineConfig
-from streamllm.engine import loader
+from streamllm.engine import cpu_loader
 from streamllm.engine.async_engine import AsyncEngine
 from streamllm.errors import ConfigError, ModelLoadError
 from streamllm.ops.cpu_plan import CpuOps
@@ -46,13 +46,13 @@ def about(warnings: list[str], word: str) -> list[str]:
 
 
 async def test_threads_are_the_cores_at_hand(model, start, monkeypatch, caplog):
-    monkeypatch.setattr(loader, "available_cores", lambda: 3)
+    monkeypatch.setattr(cpu_loader, "available_cores", lambda: 3)
     assert about(await start(model), "threads") == []
     assert any("3 threads" in r.getMessage() for r in caplog.records)
 
 
 async def test_more_threads_than_cores_are_warned_of_once(model, start, monkeypatch, caplog):
-    monkeypatch.setattr(loader, "available_cores", lambda: 2)
+    monkeypatch.setattr(cpu_loader, "available_cores", lambda: 2)
     (warning,) = about(await start(model, threads=5), "threads")
     assert "--threads 5" in warning and "2 cores" in warning
     assert any("5 threads" in r.getMessage() for r in caplog.records)
@@ -79,7 +79,7 @@ async def test_the_portable_kernels_are_warned_of_once(model, start):
 
 
 async def test_nodes_that_memory_cannot_be_spread_over_are_warned_of(model, start, monkeypatch):
-    monkeypatch.setattr(loader, "memory_nodes", lambda: [900, 901])
+    monkeypatch.setattr(cpu_loader, "memory_nodes", lambda: [900, 901])
     (warning,) = about(await start(model), "NUMA")
     assert "2 NUMA nodes" in warning and "mbind" in warning
     monkeypatch.undo()

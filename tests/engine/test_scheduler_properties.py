@@ -10,6 +10,7 @@ import random
 
 import pytest
 from helpers.fake_model import continuation, expected_prompt_logprobs
+from helpers.in_parts import InParts
 from helpers.scheduler_harness import Harness, beam_search_alone, outputs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -172,6 +173,16 @@ class Traffic:
 def test_random_traffic_keeps_every_promise(seed, queue_depth, failures):
     """10,000 steps."""
     Traffic(seed, queue_depth=queue_depth, failures=failures).run(200)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32), st.integers(2, 5))
+def test_steps_cut_into_micro_batches_keep_every_promise(seed, num_parts):
+    """What a row reads of the same step was written in its part or an earlier one."""
+    traffic = Traffic(seed)
+    cut = InParts(traffic.harness.runner, num_parts)
+    traffic.harness.runner = cut
+    traffic.run(200)
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def make_engine(
             eos_token_ids=(),
             vocab_size=257,
             hidden_size=HIDDEN_SIZE,
-            layer_windows=windows,
+            kv_layout=kv_layout(windows),
             ropes=(),
         ),
         tokenizer=tokenizer,

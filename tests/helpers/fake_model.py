@@ -318,6 +318,12 @@ class FakeExecutor:
         self.num_in_flight = 0
         self.free_at = 0.0
 
+    def start(self, on_failure) -> None:
+        self.on_failure = on_failure
+
+    def prepare_processors(self, processors):
+        return processors
+
     def read_adapter(self, name: str, path: str) -> LoraAdapter:
         self.adapters_read.append(path)
         return read_fake_adapter(name, path)

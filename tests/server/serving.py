@@ -20,6 +20,7 @@ from helpers.fake_model import HIDDEN_SIZE, FakeExecutor, FakeRunner
 from streamllm.config import EngineConfig, ServerConfig
 from streamllm.engine.async_engine import AsyncEngine
 from streamllm.engine.stats import EngineStats
+from streamllm.models.kv_layout import kv_layout
 from streamllm.runner.messages import ScheduledBatch, StepOutput, TokenLogprobs
 from streamllm.server.run import Server, make_server
 from streamllm.text.chat_template import ChatTemplate
@@ -187,7 +188,7 @@ def make_engine(
             eos_token_ids=(),
             vocab_size=257,
             hidden_size=HIDDEN_SIZE,
-            layer_windows=(None,),
+            kv_layout=kv_layout((None,)),
             ropes=(),
         ),
         tokenizer=tokenizer,

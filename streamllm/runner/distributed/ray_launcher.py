@@ -1,0 +1,178 @@
+"""Workers as actors of a Ray cluster, on one machine or several.
+
+An actor runs the same function as a worker process, and connects back to the engine: Ray starts workers,
+places them and notices when they end; nothing of a step goes through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from streamllm.config import EngineConfig
+from streamllm.errors import ConfigError
+from streamllm.runner.distributed.launchers import LaunchedWorker
+from streamllm.runner.distributed.messages import WorkerStart
+
+INSTALL = "pip install 'streamllm[ray]'"
+ADDRESS_VARIABLE = "RAY_ADDRESS"
+CONNECT_SECONDS = 10.0
+END_SECONDS = 5.0
+PLACEMENT_SECONDS = 60.0
+"""What a cluster gets to make room, which may have to start machines for it."""
+
+
+class RayLauncher:
+    """Workers on the cluster that ``$RAY_ADDRESS`` names, or on one that is started on this machine.
+
+    Raises:
+        ConfigError: one line: Ray is not installed, the cluster does not answer, or has not enough devices.
+    """
+
+    shares_files = False
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._ray, self._is_own = _connected()
+        self.host: str | None = self._ray.util.get_node_ip_address()
+        self._resource = "GPU" if config.resolved_backend == "cuda" else "CPU"
+        self._amount = float(1 if self._resource == "GPU" else config.threads or 1)
+        self._group = self._placed(config)
+
+    def launch(self, starts: Sequence[WorkerStart]) -> list[LaunchedWorker]:
+        return [RayWorker(self._ray, self._actor(start.rank), start, int(self._amount)) for start in starts]
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # of a cluster that is gone
+            self._ray.util.remove_placement_group(self._group)
+        if self._is_own:
+            self._ray.shutdown()
+
+    def _actor(self, rank: int) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        amounts = {"num_cpus": 0, "num_gpus": 0, f"num_{self._resource.lower()}s": self._amount}
+        actor = self._ray.remote(max_restarts=0, max_concurrency=2)(_Actor)
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+        return actor.options(scheduling_strategy=strategy, **amounts).remote()
+
+    def _placed(self, config: EngineConfig) -> Any:
+        """A place for each worker: all on one machine where that has room, else on as few as possible."""
+        count = config.world_size
+        each = {self._resource: self._amount}
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        available = sum(int(node.get(self._resource, 0) // self._amount) for node in nodes)
+        if available < count:
+            raise ConfigError(
+                f"{config.world_flags} needs {count} times {self._amount:g} {self._resource}, and the "
+                f"Ray cluster has room for {available} ({len(nodes)} nodes)."
+            )
+        fits = any(node.get(self._resource, 0) >= count * self._amount for node in nodes)
+        for strategy, seconds in (("STRICT_PACK", 5.0 if fits else 0.0), ("PACK", PLACEMENT_SECONDS)):
+            group = self._ray.util.placement_group([each] * count, strategy=strategy)
+            if group.wait(seconds):
+                return group
+            self._ray.util.remove_placement_group(group)
+        raise ConfigError(
+            f"the Ray cluster gave no place to {count} workers within {PLACEMENT_SECONDS:g} s: others use "
+            f"its {self._resource}s (`ray status` shows who)."
+        )
+
+
+class RayWorker:
+    """A worker in an actor (the protocol :class:`LaunchedWorker`)."""
+
+    def __init__(self, ray: Any, actor: Any, start: WorkerStart, threads: int) -> None:
+        self._ray, self._actor = ray, actor
+        self.name = f"worker {start.rank} (Ray actor)"
+        self.threads = threads
+        self._running = actor.run.remote(start)
+        self._where = actor.where.remote()
+
+    def ending(self) -> str | None:
+        self._learn_name()
+        done, _ = self._ray.wait([self._running], timeout=0)
+        if not done:
+            return None
+        try:
+            self._ray.get(self._running)
+        except self._ray.exceptions.RayActorError:
+            return "has died"
+        except Exception as error:
+            return f"failed: {str(error).strip().splitlines()[-1]}"
+        return "has ended"
+
+    def end(self) -> None:
+        # One that ends by itself looks to Ray like one that has crashed.
+        self._ray.kill(self._actor)
+        self.wait(END_SECONDS)
+
+    def kill(self) -> None:
+        # Asks the cluster, which may not answer.
+        threading.Thread(target=self._ray.kill, args=(self._actor,), daemon=True).start()
+
+    def wait(self, timeout: float) -> None:
+        self._ray.wait([self._running], timeout=timeout)
+
+    def _learn_name(self) -> None:
+        if self._where is not None and self._ray.wait([self._where], timeout=0)[0]:
+            with contextlib.suppress(Exception):
+                pid, node = self._ray.get(self._where)
+                rank = self.name.split()[1]
+                self.name = f"worker {rank} (pid {pid} on {node})"
+            self._where = None
+
+
+class _Actor:
+    """What runs on the cluster."""
+
+    def where(self) -> tuple[int, str]:
+        import ray
+
+        return os.getpid(), ray.util.get_node_ip_address()
+
+    def run(self, start: WorkerStart) -> None:
+        from streamllm.runner.distributed.worker import run_worker
+
+        run_worker(start)
+
+
+def _connected() -> tuple[Any, bool]:
+    """Ray, connected to a cluster, and whether that was done here."""
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError(f"--distributed-executor-backend ray needs the extra ray: {INSTALL}.") from None
+    if ray.is_initialized():
+        return ray, False
+    address = os.environ.get(ADDRESS_VARIABLE)
+    _check_answers(address)
+    try:
+        ray.init(address=address, log_to_driver=True, logging_level="warning", configure_logging=False)
+    except Exception as error:
+        raise ConfigError(
+            f"the Ray cluster{f' at {address}' if address else ''} cannot be used: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from None
+    return ray, True
+
+
+def _check_answers(address: str | None) -> None:
+    """Ray itself would wait for minutes.
+
+    Raises:
+        ConfigError: nobody answers at host and port.
+    """
+    host, separator, port = (address or "").rpartition(":")
+    if not separator or not port.isdecimal() or "://" in host:
+        return  # none, "auto", "local", or a client's
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ConfigError(
+            f"the Ray cluster at {address} (${ADDRESS_VARIABLE}) does not answer: {error.strerror or error}. "
+            "`ray start --head` starts one."
+        ) from None
