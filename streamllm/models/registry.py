@@ -43,8 +43,8 @@ class Family(Protocol):
         """The hidden state after the final norm of every token: ``[tokens, hidden_size]``."""
 
     def logits(self, model: Any, ops: Ops, hidden: Buffer) -> Buffer:
-        """Scores of the next token from hidden states ``[rows, hidden_size]``: ``[rows, vocab_size]``; ``None``
-        where another process computes them."""
+        """Scores of the next token from hidden states ``[rows, hidden_size]``: ``[rows, vocab_size]``;
+        ``None`` where another process computes them."""
 
 
 _MODULES: dict[str, dict[str, str]] = {
