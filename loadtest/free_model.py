@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from streamllm.config import EngineConfig
 from streamllm.engine.async_engine import AsyncEngine
 from streamllm.models.model_config import ModelConfig
 from streamllm.runner.messages import ScheduledBatch, StepOutput
+from streamllm.runner.token_rules import LogitsProcessor
 from streamllm.sources import resolve
 from streamllm.text.tokenizer import Tokenizer
 
@@ -25,6 +27,12 @@ class FreeExecutor:
 
     def __init__(self, token_ids: list[int]) -> None:
         self._token_ids = token_ids
+
+    def start(self, on_failure: Callable[[str], None]) -> None:
+        pass
+
+    def prepare_processors(self, processors: tuple[LogitsProcessor, ...]) -> tuple[LogitsProcessor, ...]:
+        return processors
 
     def submit(self, batch: ScheduledBatch) -> FreeStep:
         return FreeStep(batch, self._token_ids)

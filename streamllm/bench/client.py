@@ -16,7 +16,7 @@ import httpx
 import orjson
 
 from streamllm.bench.prompts import WORDS, Request, TokensPerWord
-from streamllm.bench.transport import LeanTransport
+from streamllm.http_transport import LeanTransport
 
 Outcome = TypeVar("Outcome")
 

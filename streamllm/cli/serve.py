@@ -15,6 +15,7 @@ from streamllm.cli.arguments import add_settings, drop_other_flags, engine_setti
 from streamllm.cli.config_file import add_config_argument, expand_config
 from streamllm.config import EngineConfig, ServerConfig
 from streamllm.errors import ConfigError, ModelLoadError
+from streamllm.replica_settings import ReplicaConfig
 
 API_KEY_VARIABLES = ("STREAMLLM_API_KEY", "VLLM_API_KEY")
 """Where keys come from if no flag gives any; the first that is set counts."""
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_argument(parser)
     add_settings(parser, EngineConfig, "engine")
     add_settings(parser, ServerConfig, "server")
+    add_settings(parser, ReplicaConfig, "replicas")
 
 
 def prepare(arguments: list[str], parser: argparse.ArgumentParser) -> list[str]:
@@ -58,13 +60,14 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: a setting is wrong, or the port is taken.
         ModelLoadError: the model cannot be run.
     """
+    replica_config = ReplicaConfig(**settings_from(options, ReplicaConfig))
     engine_config, server_config = read_configs(options)
     check_tls(server_config)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
-    for quiet in ("httpx", "httpcore", "huggingface_hub", "filelock"):
-        logging.getLogger(quiet).setLevel(logging.WARNING)
+    _log_to_stderr()
+    if replica_config.replicas is not None:
+        from streamllm.deploy.launch import serve_replicas
+
+        return serve_replicas(engine_settings(options), server_config, replica_config)
     with bind(server_config) as sock:
         from streamllm.engine.async_engine import AsyncEngine
         from streamllm.server.run import serve
@@ -74,6 +77,14 @@ def run(options: argparse.Namespace) -> int:
         finally:
             if server_config.uds is not None:
                 Path(server_config.uds).unlink(missing_ok=True)
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    for quiet in ("httpx", "httpcore", "huggingface_hub", "filelock"):
+        logging.getLogger(quiet).setLevel(logging.WARNING)
 
 
 def read_configs(options: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:

@@ -206,9 +206,6 @@ def _middleware(config: ServerConfig, origins: RequestOrigins, http_metrics: Htt
     if config.access_log != "off":
         left_out = config.disable_access_log_for_endpoints
         stack.append(Middleware(AccessLog, style=config.access_log, left_out=left_out))
-    open_paths = OPEN_PATHS | {"/metrics"} if config.metrics_without_key else OPEN_PATHS
-    if not config.disable_page:
-        open_paths |= page_paths()
     stack += [
         Middleware(
             CORS,
@@ -219,9 +216,17 @@ def _middleware(config: ServerConfig, origins: RequestOrigins, http_metrics: Htt
             expose_headers=("x-request-id", "request-id", "retry-after"),
         ),
         Middleware(UnexpectedErrors),
-        Middleware(ApiKeys, keys=config.api_key, admin_keys=config.admin_api_key, open_paths=open_paths),
+        Middleware(
+            ApiKeys, keys=config.api_key, admin_keys=config.admin_api_key, open_paths=open_paths(config)
+        ),
     ]
     return stack
+
+
+def open_paths(config: ServerConfig) -> frozenset[str]:
+    """Paths that need no API key."""
+    paths = OPEN_PATHS | {"/metrics"} if config.metrics_without_key else OPEN_PATHS
+    return paths if config.disable_page else paths | page_paths()
 
 
 # -- routes without generation -----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import httpx
 import pytest
 
-from streamllm.bench.transport import LeanTransport
+from streamllm.http_transport import LeanTransport
 
 Answer = list[bytes]
 """Pieces that the server writes, each by itself."""
