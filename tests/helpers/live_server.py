@@ -34,26 +34,34 @@ class LiveServer:
         self._timeout = timeout
         self.exit_code: int | None = None
 
+    def client(self) -> httpx.Client:
+        """For requests by their paths."""
+        return httpx.Client(base_url=self.url)
+
+    def send_signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
     def __enter__(self) -> LiveServer:
         self.process = subprocess.Popen(self._command, stderr=subprocess.PIPE, text=True)
         deadline = time.monotonic() + self._timeout
         while True:
             try:
-                if httpx.get(f"{self.url}/health").status_code == 200:
-                    return self
+                with self.client() as client:
+                    if client.get("/health").status_code == 200:
+                        return self
             except httpx.TransportError:
                 pass
             if self.process.poll() is not None or time.monotonic() > deadline:
-                self.process.kill()
+                self.send_signal(signal.SIGKILL)
                 raise RuntimeError(f"the server did not start: {self.process.communicate()[1]}")
             time.sleep(0.05)
 
     def __exit__(self, *exception: object) -> None:
-        self.process.send_signal(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
         try:
             self.stderr = self.process.communicate(timeout=60)[1]
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            self.send_signal(signal.SIGKILL)
             self.stderr = self.process.communicate()[1]
         self.exit_code = self.process.returncode
 

@@ -94,7 +94,9 @@ def test_logits_that_are_not_finite_fail_their_prompt_alone(backend):
     assert failed == NOT_FINITE and np.isfinite(fine.logprobs).all()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch", "gpu", "gpu-graphs"])
+@pytest.mark.parametrize(
+    "backend", ["cpu", "torch", "gpu", pytest.param("gpu-graphs", marks=pytest.mark.slow)]
+)
 def test_logits_and_draw_apart_give_what_they_give_together(backend):
     params = SamplingParams(temperature=1.0, seed=3, logprobs=2)
     together = run_step(
@@ -113,7 +115,9 @@ def test_logits_and_draw_apart_give_what_they_give_together(backend):
         assert runner.result() == whole == together
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch", "gpu", "gpu-graphs"])
+@pytest.mark.parametrize(
+    "backend", ["cpu", "torch", "gpu", pytest.param("gpu-graphs", marks=pytest.mark.slow)]
+)
 async def test_slices_are_phases_of_the_executor(backend, monkeypatch):
     batch = step_of(new_sequence(0, PROMPT, BLOCKS))
     batch.prompt_rows = [PromptRows(0, 1, PROMPT[1:], 1)]

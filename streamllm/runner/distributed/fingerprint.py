@@ -29,7 +29,7 @@ def difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None:
         if name not in theirs:
             return f"{name} is missing"
         if name not in ours:
-            return f"{name} is there, and not on the first one's"
+            return f"{name} is there, and not on the engine's"
         if ours[name] != theirs[name]:
             sizes = (ours[name].split()[-1], theirs[name].split()[-1])
             if all(size.isdecimal() for size in sizes) and sizes[0] != sizes[1]:

@@ -112,12 +112,20 @@ class Failure:
 
     def unpacked(self, worker: str) -> Exception:
         """The error, with the worker's traceback as what caused it."""
-        self.error.__cause__ = WorkerTraceback(f"in {worker}:\n{self.trace}")
+        self.error.__cause__ = WorkerTraceback(worker, self.trace)
         return self.error
 
 
 class WorkerTraceback(Exception):
-    """Where an error came from, in another process."""
+    """Where an error came from, in another process.
+
+    Attributes:
+        worker: its name.
+    """
+
+    def __init__(self, worker: str, trace: str) -> None:
+        super().__init__(f"in {worker}:\n{trace}")
+        self.worker = worker
 
 
 @dataclass(frozen=True)

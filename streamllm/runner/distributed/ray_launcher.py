@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import threading
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ CONNECT_SECONDS = 10.0
 END_SECONDS = 5.0
 PLACEMENT_SECONDS = 60.0
 """What a cluster gets to make room, which may have to start machines for it."""
+
+_ERROR = re.compile(r"[\w.]*Error: ")
 
 
 class RayLauncher:
@@ -43,13 +46,23 @@ class RayLauncher:
         self._group = self._placed(config)
 
     def launch(self, starts: Sequence[WorkerStart]) -> list[LaunchedWorker]:
-        return [RayWorker(self._ray, self._actor(start.rank), start, int(self._amount)) for start in starts]
+        hosts = self._hosts()
+        return [
+            RayWorker(self._ray, self._actor(start.rank), start, int(self._amount), hosts[start.rank])
+            for start in starts
+        ]
 
     def close(self) -> None:
         with contextlib.suppress(Exception):  # of a cluster that is gone
             self._ray.util.remove_placement_group(self._group)
         if self._is_own:
             self._ray.shutdown()
+
+    def _hosts(self) -> dict[int, str]:
+        """The address of each rank's machine."""
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
+        placed = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+        return {rank: addresses[node] for rank, node in placed.items()}
 
     def _actor(self, rank: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -85,12 +98,13 @@ class RayLauncher:
 class RayWorker:
     """A worker in an actor (the protocol :class:`LaunchedWorker`)."""
 
-    def __init__(self, ray: Any, actor: Any, start: WorkerStart, threads: int) -> None:
+    def __init__(self, ray: Any, actor: Any, start: WorkerStart, threads: int, host: str) -> None:
         self._ray, self._actor = ray, actor
-        self.name = f"worker {start.rank} (Ray actor)"
+        self._rank, self._host = start.rank, host
+        self.name = f"worker {start.rank} (on {host})"
         self.threads = threads
         self._running = actor.run.remote(start)
-        self._where = actor.where.remote()
+        self._pid = actor.pid.remote()
 
     def ending(self) -> str | None:
         self._learn_name()
@@ -99,10 +113,12 @@ class RayWorker:
             return None
         try:
             self._ray.get(self._running)
-        except self._ray.exceptions.RayActorError:
-            return "has died"
+        except self._ray.exceptions.RayActorError as error:
+            # One that could not even be made, because its machine lacks a module, says so at the end.
+            reason = _last_line(error)
+            return f"has died ({reason})" if _ERROR.match(reason) else "has died"
         except Exception as error:
-            return f"failed: {str(error).strip().splitlines()[-1]}"
+            return f"failed ({_last_line(error)})"
         return "has ended"
 
     def end(self) -> None:
@@ -118,21 +134,17 @@ class RayWorker:
         self._ray.wait([self._running], timeout=timeout)
 
     def _learn_name(self) -> None:
-        if self._where is not None and self._ray.wait([self._where], timeout=0)[0]:
+        if self._pid is not None and self._ray.wait([self._pid], timeout=0)[0]:
             with contextlib.suppress(Exception):
-                pid, node = self._ray.get(self._where)
-                rank = self.name.split()[1]
-                self.name = f"worker {rank} (pid {pid} on {node})"
-            self._where = None
+                self.name = f"worker {self._rank} (pid {self._ray.get(self._pid)} on {self._host})"
+            self._pid = None
 
 
 class _Actor:
     """What runs on the cluster."""
 
-    def where(self) -> tuple[int, str]:
-        import ray
-
-        return os.getpid(), ray.util.get_node_ip_address()
+    def pid(self) -> int:
+        return os.getpid()
 
     def run(self, start: WorkerStart) -> None:
         from streamllm.runner.distributed.worker import run_worker
@@ -154,10 +166,26 @@ def _connected() -> tuple[Any, bool]:
         ray.init(address=address, log_to_driver=True, logging_level="warning", configure_logging=False)
     except Exception as error:
         raise ConfigError(
-            f"the Ray cluster{f' at {address}' if address else ''} cannot be used: "
-            f"{str(error).strip().splitlines()[0]}"
+            f"the Ray cluster{f' at {address}' if address else ''} cannot be used: {_why_refused(error)}"
         ) from None
     return ray, True
+
+
+def _why_refused(error: BaseException) -> str:
+    """What Ray says, in a line; its own last word is that it did not connect."""
+    said = str(error).strip().splitlines()[0]
+    cause: BaseException | None = error
+    while cause is not None:
+        if "InvalidAuthToken" in str(cause):
+            return (
+                "it asks for a token, and has been shown none or another ($RAY_AUTH_MODE, $RAY_AUTH_TOKEN)."
+            )
+        cause = cause.__cause__ or cause.__context__
+    return said
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
 def _check_answers(address: str | None) -> None:

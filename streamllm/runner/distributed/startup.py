@@ -19,9 +19,16 @@ from streamllm.config import EngineConfig
 from streamllm.errors import ConfigError, ModelLoadError
 from streamllm.ops.lora import LoraAdapter
 from streamllm.runner.distributed.executor import DistributedExecutor
-from streamllm.runner.distributed.fingerprint import difference
+from streamllm.runner.distributed.fingerprint import difference, fingerprint
 from streamllm.runner.distributed.launchers import LaunchedWorker, Launcher, ProcessLauncher
-from streamllm.runner.distributed.messages import Hello, LoadShard, Opened, WorkerSetup, WorkerStart
+from streamllm.runner.distributed.messages import (
+    Hello,
+    LoadShard,
+    Opened,
+    WorkerSetup,
+    WorkerStart,
+    WorkerTraceback,
+)
 from streamllm.runner.distributed.transport import Listener, receive_blocking
 from streamllm.runner.distributed.worker_link import WorkerCalls, WorkerEnded, WorkerLink, end_workers
 from streamllm.runner.pending_runner import RunnerSize
@@ -69,10 +76,13 @@ def start_executor(
                 workers = launcher.launch(starts)
                 links += _connect(listener, workers)
             calls = WorkerCalls(links)
-            shared_files = files if launcher.shares_files else None
-            size = _load(calls, links, config, shared_files, load, sampled_vocab_size)
+            size = _load(calls, links, config, files, load, sampled_vocab_size, launcher.shares_files)
         except WorkerEnded as error:
             raise ModelLoadError(f"{error} before it was ready; what it printed says why.") from None
+        except (ConfigError, ModelLoadError) as error:
+            if launcher.shares_files or not isinstance(error.__cause__, WorkerTraceback):
+                raise
+            raise type(error)(f"{error.__cause__.worker}: {error}") from error.__cause__
         undo.pop_all()
     return DistributedExecutor(
         links,
@@ -146,20 +156,25 @@ def _load(
     calls: WorkerCalls,
     links: Sequence[WorkerLink],
     config: EngineConfig,
-    files: ModelFiles | None,
+    files: ModelFiles,
     load: LoadShard,
     sampled_vocab_size: int,
+    shares_files: bool,
 ) -> RunnerSize:
     """Lets the workers load the model and settle on a number of KV blocks.
 
     Args:
-        files: where all workers find the model; ``None``: each on its own.
+        files: where the engine finds the model.
+        shares_files: the workers as well; else each looks on its own.
+
+    Raises:
+        ConfigError: a worker has found other files.
     """
     together = Counter(link.machine for link in links)
     setups = [
         WorkerSetup(
             config=config,
-            files=files,
+            files=files if shares_files else None,
             load=load,
             sampled_vocab_size=sampled_vocab_size,
             host=link.host,
@@ -170,12 +185,12 @@ def _load(
         for link in links
     ]
     opened: list[Opened] = calls.call_each("open", [(setup,) for setup in setups])
-    first_machine = links[0].machine
+    expected = opened[0].fingerprint if shares_files else fingerprint(files)
     for link, own in zip(links, opened, strict=True):
-        if (what := difference(opened[0].fingerprint, own.fingerprint)) is not None:
+        if (what := difference(expected, own.fingerprint)) is not None:
             raise ConfigError(
-                f"{link.name} on {link.machine} has other model files than worker 0 on {first_machine}: "
-                f"{what}. All machines need the same."
+                f"{link.name} on {link.machine} has other model files than the engine on "
+                f"{platform.node()}: {what}. All machines need the same."
             )
     blocks: list[int] = calls.call("load", opened[0].rendezvous)
     sizes: list[RunnerSize] = calls.call("make_runner", min(blocks))

@@ -28,7 +28,14 @@ _LENGTH = struct.Struct("<Q")
 _RECEIVE_BYTES = 1 << 18
 _SMALL_BYTES = 1 << 16
 """Up to here a copy is cheaper than a system call."""
-_KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
+_KEEPALIVE = (
+    ("TCP_KEEPIDLE", 10),
+    ("TCP_KEEPINTVL", 5),
+    ("TCP_KEEPCNT", 4),
+    # Keepalive waits for what was sent last, and that for a quarter of an hour.
+    ("TCP_USER_TIMEOUT", 30_000),
+)
+"""A connection whose other side is silent breaks after 30 seconds."""
 
 Address = str | tuple[str, int]
 """A Unix socket's path, or host and port."""

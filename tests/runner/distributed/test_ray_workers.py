@@ -48,10 +48,10 @@ def test_a_cluster_that_does_not_answer(model, monkeypatch):
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Two cores, whatever the machine has."""
+    """Two cores, whatever the machine has, and whatever other cluster runs on it."""
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield ray
     ray.shutdown()
 

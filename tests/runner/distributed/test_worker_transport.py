@@ -53,6 +53,23 @@ def test_who_knows_the_key_gets_in(host):
                 receive_blocking(server)
 
 
+def test_a_machine_that_is_gone_is_noticed_on_both_sides():
+    with Listener("127.0.0.1", b"key") as listener:
+        found = []
+        thread = threading.Thread(target=lambda: found.append(connect(listener.address, b"key")))
+        thread.start()
+        server = listener.accept(10)
+        thread.join()
+        with server, found[0] as client:
+            for side in (server, client):
+                idle, unacknowledged = (
+                    side.getsockopt(socket.IPPROTO_TCP, option)
+                    for option in (socket.TCP_KEEPIDLE, socket.TCP_USER_TIMEOUT)
+                )
+                assert 0 < idle < 30 and 0 < unacknowledged <= 30_000
+                assert side.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
 def test_strangers_do_not_get_in_and_keep_nobody_out(monkeypatch):
     monkeypatch.setattr("streamllm.runner.distributed.transport.HANDSHAKE_SECONDS", 1)
     with Listener("127.0.0.1", b"right") as listener:
@@ -171,7 +188,7 @@ def test_fingerprints_name_what_differs(tmp_path):
     assert difference(ours, model("b", "{}", 10)) is None
     assert difference(ours, model("c", '{"x": 1}', 10)) == "config.json has other contents"
     assert difference(ours, model("d", "{}", 12)) == "model.safetensors has 12 bytes instead of 10"
-    assert difference(ours, {**ours, "more.bin": "1"}) == "more.bin is there, and not on the first one's"
+    assert difference(ours, {**ours, "more.bin": "1"}) == "more.bin is there, and not on the engine's"
     assert difference({**ours, "more.bin": "1"}, ours) == "more.bin is missing"
 
 
