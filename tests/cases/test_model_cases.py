@@ -210,6 +210,7 @@ def test_k01_a_request_larger_than_the_pool(small_server):
     small_server.canary()
 
 
+@pytest.mark.slow
 def test_k03_preemption_changes_nothing(server, small_server):
     common = {"max_tokens": 90, "ignore_eos": True, "temperature": 0}
     bodies = [

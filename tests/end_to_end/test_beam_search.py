@@ -178,6 +178,7 @@ def reference(default_model_path):
     return load_transformers(default_model_path)
 
 
+@pytest.mark.slow
 def test_the_default_model_agrees_with_transformers(llm, reference):
     prompts = [llm.get_tokenizer().encode(text) for text in TEXTS[:2]]
     eos = sorted(llm._engine._eos_token_ids)

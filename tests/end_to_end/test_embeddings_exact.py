@@ -58,6 +58,7 @@ def test_tiny_models_in_chunks(family, backend, tmp_path):
     llm.shutdown()
 
 
+@pytest.mark.slow
 def test_the_default_model_in_the_exact_mode(reference):
     llm = LLM(dtype="float32", max_model_len=1024)
     for pooling, params in RAW.items():
@@ -68,6 +69,7 @@ def test_the_default_model_in_the_exact_mode(reference):
     llm.shutdown()
 
 
+@pytest.mark.slow
 def test_the_default_model_packed(reference):
     llm = LLM(max_model_len=1024)
     for pooling in RAW:
@@ -185,6 +187,7 @@ def test_one_prompt_or_several_in_every_form(tiny):
     assert tiny.embed([], use_tqdm=False) == []
 
 
+@pytest.mark.slow
 def test_the_served_default_model(reference, default_model_path: Path):
     with LiveServer("--dtype", "float32", "--max-model-len", "512", "--pooling", "mean") as server:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:

@@ -78,6 +78,7 @@ def check_default_model(reference, **settings) -> None:
         llm.shutdown()
 
 
+@pytest.mark.slow
 def test_default_model_in_small_chunks(reference):
     check_default_model(reference, max_num_batched_tokens=16)
 
@@ -135,6 +136,7 @@ def post(server: LiveServer, **fields) -> dict:
     return answer.json()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_log_likelihoods_as_lm_eval_asks_for_them(server, reference, default_model_path, max_tokens):
     """lm-eval sends the ids of context and continuation, takes ``token_logprobs`` from the context's length
@@ -173,6 +175,7 @@ def peak_megabytes(pid: int) -> float:
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
+@pytest.mark.slow
 def test_a_long_prompt_takes_the_memory_of_a_slice(server):
     long = np.random.default_rng(3).integers(100, 40_000, 1500).tolist()
     post(server, prompt="Hello", max_tokens=1)

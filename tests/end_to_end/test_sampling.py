@@ -133,6 +133,7 @@ def exotic(rng: np.random.Generator) -> list[dict]:
     return [{"temperature": 1.0, "max_tokens": 24, **request} for request in requests]
 
 
+@pytest.mark.slow
 def test_a_request_is_the_same_alone_and_beside_31_exotic_ones(llm):
     others = [SamplingParams(**each) for each in exotic(np.random.default_rng(0))]
     assert len(others) == 31

@@ -95,6 +95,7 @@ def test_all_at_once_equals_one_by_one(llm, expected):
         assert bits(choices) == bits(expected[name][0]), name
 
 
+@pytest.mark.slow
 def test_what_was_evicted_is_computed_again(expected):
     small = LLM(dtype="float32", num_kv_blocks=16, max_model_len=256, debug_kv_blocks=True)
     assert bits(run(small, [P], PARAMS)[0][0]) == bits(expected["whole"][0])
@@ -191,6 +192,7 @@ PRESSED = [
 ]
 
 
+@pytest.mark.slow
 def test_a_tiny_pool_changes_nothing(llm):
     """K03, offline: everything that a sequence keeps survives its preemption."""
     prompts = [prompt_of(30 + 7 * index, seed=index) for index in range(len(PRESSED))]

@@ -162,6 +162,7 @@ def test_a_prefix_hit_a_partial_one_and_a_miss_give_the_same_bits(llm):
         same(output.outputs[0], miss)
 
 
+@pytest.mark.slow
 def test_eviction_changes_nothing():
     small = LLM(dtype="float32", num_kv_blocks=16, max_model_len=256)
     prompts = prompts_of([100, 90, 110, 80], 49_000, seed=10)
@@ -219,6 +220,7 @@ def test_layers_of_different_windows_agree_with_transformers(budget, tmp_path):
     llm.shutdown()
 
 
+@pytest.mark.slow
 def test_preemption_changes_nothing(llm):
     prompts = prompts_of([40, 50, 60, 70], 49_000, seed=4)
     params = SamplingParams(max_tokens=60, temperature=0.8, seed=11, logprobs=0, ignore_eos=True)
@@ -297,6 +299,7 @@ def test_a_sliding_window_agrees_with_transformers(budget, tmp_path):
     check_family(path, budget, [1, 23, 24, 25, 72, 200], together=True)
 
 
+@pytest.mark.slow
 def test_a_float16_cache_stays_close(llm, default_reference):
     """Not the exact mode: the tokens of plain text still are the reference's, or close seconds."""
     half = LLM(dtype="float32", kv_cache_dtype="float16")

@@ -227,6 +227,7 @@ def device_runner(config: ModelConfig, **sizes: Any) -> ModelRunner:
     return make_runner(checkpoint, config, loaded=loaded, **sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 2])
 async def test_the_backend_of_a_gpu_draws_the_same_tokens(seed):
     """Its sums have another order, so that logprobs differ in their last digits."""

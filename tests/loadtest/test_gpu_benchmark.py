@@ -101,6 +101,7 @@ def test_a_case_that_fails_is_told_and_the_others_are_measured(options, monkeypa
     assert sum("share" in row for row in result["rows"]) == len(result["rows"]) - len(failed) > 5
 
 
+@pytest.mark.slow
 def test_steps_are_measured_in_the_engine(options):
     result = gpu_stages.run_stage("steps", options)
     assert [row["tokens"] for row in result["rows"]] == [1, 3, 32]

@@ -140,6 +140,7 @@ def test_peers_compute_the_same_products():
         assert repeats == 1
 
 
+@pytest.mark.slow
 def test_the_whole_run(monkeypatch, capsys, tmp_path):
     target = tmp_path / "kernels.json"
     arguments = ["--threads", "1", "--formats", "q8_0", "float32", "--rounds", "1", "--seconds", "0.0001"]

@@ -193,6 +193,7 @@ def small_runs() -> list[memory.Run]:
     return list(memory.measure(memory.PAPER_SLOTS, scale=0.3, seed=0, decodings=decodings))
 
 
+@pytest.mark.slow
 def test_the_papers_order_of_allocators(small_runs):
     assert len(small_runs) == 6
     for run in small_runs:
