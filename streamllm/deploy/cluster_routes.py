@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
 from urllib.parse import quote
 
 import httpx
@@ -23,15 +22,27 @@ from streamllm.server.errors import error_response
 from streamllm.server.json_response import json_response
 from streamllm.server.metrics import CONTENT_TYPE, full_prefix
 
-if TYPE_CHECKING:
-    from streamllm.deploy.gateway import Counters
-
 REPLICA_SECONDS = 5.0
 """In which a replica must answer what it is asked besides requests."""
 
 STORED_RESPONSES = "/v1/responses/"
 
 Route = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the gateway counts since its start.
+
+    Attributes:
+        requests: passed on to replicas.
+        retries: asked again of another replica.
+        lost_streams: ended by the death of their replica.
+    """
+
+    requests: int = 0
+    retries: int = 0
+    lost_streams: int = 0
 
 
 class ClusterRoutes:

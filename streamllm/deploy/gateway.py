@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from streamllm.config import ServerConfig
-from streamllm.deploy.cluster_routes import ClusterRoutes
+from streamllm.deploy.cluster_routes import ClusterRoutes, Counters
 from streamllm.deploy.prompt_prefix import prefix_hashes
 from streamllm.deploy.replicas import Replica, Replicas, RoutingRequest
 from streamllm.deploy.stream_relay import EventRelay, farewell, previous_response
@@ -96,21 +96,6 @@ class ReplicaLostError(EngineDeadError):
     def __init__(self, message: str, *, was_reached: bool = True) -> None:
         super().__init__(message)
         self.was_reached = was_reached
-
-
-@dataclass(slots=True)
-class Counters:
-    """What the gateway counts since its start.
-
-    Attributes:
-        requests: passed on to replicas.
-        retries: asked again of another replica.
-        lost_streams: ended by the death of their replica.
-    """
-
-    requests: int = 0
-    retries: int = 0
-    lost_streams: int = 0
 
 
 @dataclass(slots=True)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 
 import pytest
+from helpers.engine_pairs import (
+    EXACT,
+    FIELDS,
+    PROMPTS,
+    check_embeddings,
+    check_prefix_hits_and_preemptions,
+    same_outputs,
+)
 from helpers.lora_adapters import save_adapter
 from helpers.tiny_models import make_tiny_model
 from helpers.worker_processes import FailAfter, ForbidToken, wait_until_gone, worker_pids
@@ -14,10 +21,6 @@ from helpers.worker_processes import FailAfter, ForbidToken, wait_until_gone, wo
 from streamllm import LLM, LoRARequest, SamplingParams
 from streamllm.errors import ConfigError, InvalidRequestError, ModelLoadError, RequestFailedError
 from streamllm.logits_processors import register_logits_processor
-from streamllm.structured_outputs import StructuredOutputsParams
-
-PROMPTS = ["The quick brown fox", "A language model predicts the next token; a server", "and the dog"]
-EXACT = {"dtype": "float32", "num_gpu_blocks_override": 24, "max_model_len": 128, "threads": 1}
 
 
 @pytest.fixture(scope="module")
@@ -36,44 +39,18 @@ def pair(model):
         yield whole, apart
 
 
-def same_outputs(pair, prompts, params, **options) -> list:
-    """What both generate, after a look whether it is the same."""
-    whole, apart = (llm.generate(prompts, params, use_tqdm=False, **options) for llm in pair)
-    for left, right in zip(whole, apart, strict=True):
-        assert left.prompt_logprobs == right.prompt_logprobs
-        assert [dataclasses.asdict(c) for c in left.outputs] == [dataclasses.asdict(c) for c in right.outputs]
-    return apart
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 0, "logprobs": 3},
-        {"temperature": 1.0, "seed": 5, "n": 4, "logprobs": 0},
-        {"temperature": 0.8, "seed": 1, "top_p": 0.9, "repetition_penalty": 1.3, "prompt_logprobs": 2},
-        {"temperature": 1.0, "seed": 3, "logit_bias": {40: 5.0}, "bad_words": ["the"], "min_tokens": 5},
-        {"temperature": 1.0, "seed": 2, "structured_outputs": StructuredOutputsParams(regex="[ab]{8}")},
-    ],
-    ids=["greedy", "four-choices", "penalties", "rules", "grammar"],
-)
+@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
 def test_outputs_are_equal(pair, fields):
     outputs = same_outputs(pair, PROMPTS, SamplingParams(max_tokens=12, **fields))
     assert all(choice.token_ids for output in outputs for choice in output.outputs)
 
 
 def test_prefix_hits_and_preemptions_are_equal(pair):
-    prompts = [{"prompt_token_ids": [7 + i % 50 for i in range(start, start + 60)]} for start in range(6)]
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    for _ in range(2):
-        same_outputs(pair, prompts, params)
-    stats = [llm.stats() for llm in pair]
-    assert stats[0].num_preemptions == stats[1].num_preemptions > 0
-    assert stats[0].prefix_cache_hits == stats[1].prefix_cache_hits > 0
+    check_prefix_hits_and_preemptions(pair)
 
 
 def test_embeddings_are_equal(pair):
-    whole, apart = (llm.embed(PROMPTS, use_tqdm=False) for llm in pair)
-    assert [e.outputs.embedding for e in whole] == [e.outputs.embedding for e in apart]
+    check_embeddings(pair)
 
 
 def test_adapters_are_equal_and_go_when_nobody_asks_for_them(pair, model, tmp_path):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
+from helpers.engine_pairs import (
+    EXACT,
+    FIELDS,
+    PROMPTS,
+    check_embeddings,
+    check_prefix_hits_and_preemptions,
+    same_outputs,
+)
 from helpers.lora_adapters import save_adapter
 from helpers.tiny_models import make_tiny_model
 
@@ -13,10 +19,6 @@ from streamllm.config import EngineConfig
 from streamllm.errors import ConfigError
 from streamllm.runner.distributed import launchers
 from streamllm.runner.distributed.placement import Placement
-from streamllm.structured_outputs import StructuredOutputsParams
-
-PROMPTS = ["The quick brown fox", "A language model predicts the next token; a server", "and the dog", "A"]
-EXACT = {"dtype": "float32", "num_gpu_blocks_override": 24, "max_model_len": 128, "threads": 1}
 
 
 def start(path, **settings) -> LLM:
@@ -36,42 +38,18 @@ def pair(model):
         yield whole, staged
 
 
-def same_outputs(pair, prompts, params, **options) -> list:
-    whole, staged = (llm.generate(prompts, params, use_tqdm=False, **options) for llm in pair)
-    for left, right in zip(whole, staged, strict=True):
-        assert left.prompt_logprobs == right.prompt_logprobs
-        assert [dataclasses.asdict(c) for c in left.outputs] == [dataclasses.asdict(c) for c in right.outputs]
-    return staged
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 0, "logprobs": 3},
-        {"temperature": 1.0, "seed": 5, "n": 4, "logprobs": 0},
-        {"temperature": 0.8, "seed": 1, "repetition_penalty": 1.3, "prompt_logprobs": 2},
-        {"temperature": 1.0, "seed": 2, "structured_outputs": StructuredOutputsParams(regex="[ab]{8}")},
-    ],
-    ids=["greedy", "four choices", "prompt logprobs", "grammar"],
-)
+@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
 def test_outputs_are_equal(pair, fields):
     outputs = same_outputs(pair, PROMPTS, SamplingParams(max_tokens=12, **fields))
     assert all(choice.token_ids for output in outputs for choice in output.outputs)
 
 
 def test_prefix_hits_and_preemptions_are_equal(pair):
-    prompts = [{"prompt_token_ids": [7 + i % 50 for i in range(start, start + 60)]} for start in range(6)]
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    for _ in range(2):
-        same_outputs(pair, prompts, params)
-    stats = [llm.stats() for llm in pair]
-    assert stats[0].num_preemptions == stats[1].num_preemptions > 0
-    assert stats[0].prefix_cache_hits == stats[1].prefix_cache_hits > 0
+    check_prefix_hits_and_preemptions(pair)
 
 
 def test_embeddings_are_equal(pair):
-    whole, staged = (llm.embed(PROMPTS, use_tqdm=False) for llm in pair)
-    assert [e.outputs.embedding for e in whole] == [e.outputs.embedding for e in staged]
+    check_embeddings(pair)
 
 
 def test_adapters_are_equal(pair, model, tmp_path):
