@@ -34,7 +34,7 @@ class LiveServer:
         self._timeout = timeout
         self.exit_code: int | None = None
 
-    def client(self) -> httpx.Client:
+    def new_client(self) -> httpx.Client:
         """For requests by their paths."""
         return httpx.Client(base_url=self.url)
 
@@ -46,7 +46,7 @@ class LiveServer:
         deadline = time.monotonic() + self._timeout
         while True:
             try:
-                with self.client() as client:
+                with self.new_client() as client:
                     if client.get("/health").status_code == 200:
                         return self
             except httpx.TransportError:

@@ -137,7 +137,7 @@ class NodeServer(LiveServer):
         self._command = node.command("env", *variables, *self._command)
         self._transport = httpx.HTTPTransport(uds=str(socket))
 
-    def client(self) -> httpx.Client:
+    def new_client(self) -> httpx.Client:
         return httpx.Client(transport=self._transport, base_url="http://node", timeout=60.0)
 
     def send_signal(self, number: int) -> None:

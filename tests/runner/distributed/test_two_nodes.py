@@ -52,7 +52,7 @@ def complete(server: NodeServer) -> list[list[int]]:
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    with server.client() as client:
+    with server.new_client() as client:
         choices = client.post("/v1/completions", json=body).raise_for_status().json()["choices"]
     return [choice["token_ids"] for choice in choices]
 
@@ -129,7 +129,7 @@ def test_a_cable_that_is_cut_ends_streams_and_processes(model, tmp_path):
     with (
         two_ray_nodes() as nodes,
         serve(nodes[0], model, tmp_path, "-tp", "2", "--worker-timeout", "3") as server,
-        server.client() as client,
+        server.new_client() as client,
     ):
         with client.stream("POST", "/v1/completions", json=body) as answer:
             lines = (line for line in answer.iter_lines() if line)
