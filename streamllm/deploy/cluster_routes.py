@@ -188,17 +188,17 @@ class ClusterRoutes:
     async def _ask(
         self, method: str, path: str, headers: dict[str, str], replica: Replica
     ) -> httpx.Response | None:
-        request = httpx.Request(
-            method,
-            f"http://{replica.address}{path}",
-            headers=headers,
-            content=b"",
-            extensions={"timeout": {"connect": REPLICA_SECONDS, "read": REPLICA_SECONDS}},
-        )
         try:
+            request = httpx.Request(
+                method,
+                f"http://{replica.address}{path}",
+                headers=headers,
+                content=b"",
+                extensions={"timeout": {"connect": REPLICA_SECONDS, "read": REPLICA_SECONDS}},
+            )
             return await asyncio.wait_for(self._answer(request), REPLICA_SECONDS)
-        except (httpx.TransportError, asyncio.TimeoutError):
-            return None
+        except (httpx.TransportError, httpx.InvalidURL, asyncio.TimeoutError):
+            return None  # an id that fits into no URL is nobody's
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         response = await self._transport.handle_async_request(request)

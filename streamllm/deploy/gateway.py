@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from urllib.parse import quote
 
 import httpx
 from starlette.requests import ClientDisconnect, Request
@@ -60,6 +61,9 @@ GENERATING_PATHS = frozenset(
 )  # fmt: skip
 """Requests (POST) that any replica can answer."""
 
+_URL_CHARACTERS = "".join(map(chr, range(0x21, 0x7F)))
+"""Those that pass as they are: what is printable."""
+
 _NOT_PASSED_ON = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer",
      b"upgrade", b"transfer-encoding", b"x-request-id", b"request-id", b"date", b"server", b"vary"}
@@ -103,6 +107,7 @@ class _Incoming:
     """A request and how much of its answer has been sent.
 
     Attributes:
+        target: path and query; host and port are each replica's.
         body: as far as it has been read; whole unless ``rest`` is there.
         rest: gives what comes after ``body``, once.
         routed: choices that were made for it, which must hear of its end.
@@ -110,6 +115,7 @@ class _Incoming:
 
     scope: Scope
     path: str
+    target: httpx.URL
     body: bytes
     rest: AsyncIterator[bytes] | None
     send: Send
@@ -118,9 +124,6 @@ class _Incoming:
 
     def to(self, replica: Replica) -> httpx.Request:
         """The same request, to a replica."""
-        path = self.scope.get("raw_path") or self.scope["path"].encode()
-        query = self.scope["query_string"]
-        target = path + (b"?" + query if query else b"")
         headers = [(name, value) for name, value in self.scope["headers"] if name.lower() not in _NOT_SENT]
         headers += [
             (b"host", replica.address.encode()),
@@ -132,13 +135,16 @@ class _Incoming:
         else:
             headers.append((b"transfer-encoding", b"chunked"))
             content = _joined(self.body, self.rest)
-        url = httpx.URL(scheme="http", host=replica.host, port=replica.port, raw_path=target)
+        url = self.target.copy_with(host=replica.host, port=replica.port)
         timeouts = {"connect": CONNECT_SECONDS, "read": None}
         return httpx.Request(
             self.scope["method"], url, headers=headers, content=content, extensions={"timeout": timeouts}
         )
 
     async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Once; then nothing happens."""
+        if self.has_begun:
+            return
         self.has_begun = True
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
@@ -217,6 +223,11 @@ class Gateway:
                 return
 
     async def _pass_on(self, scope: Scope, path: str, receive: Receive, send: Send) -> None:
+        try:
+            target = _target(scope)
+        except InvalidRequestError as error:
+            await failure_response(error)(scope, receive, send)
+            return
         limit = self._config.max_body_bytes
         is_generating = scope["method"] == "POST" and path in GENERATING_PATHS
         if is_generating:
@@ -227,7 +238,7 @@ class Gateway:
                 return
         else:
             body, is_whole = await _read_beginning(receive, limit)
-        incoming = _Incoming(scope, path, body, None if is_whole else _pieces(receive), send)
+        incoming = _Incoming(scope, path, target, body, None if is_whole else _pieces(receive), send)
         self.counters.requests += 1
         work = self._answer(incoming, is_generating)
         try:
@@ -329,8 +340,7 @@ class Gateway:
         try:
             async for data in stream:
                 if ready := relay.feed(data):
-                    if not incoming.has_begun:
-                        await incoming.begin(status, headers)
+                    await incoming.begin(status, headers)
                     await incoming.write(ready)
         except httpx.TransportError as error:
             if incoming.has_begun:
@@ -339,8 +349,7 @@ class Gateway:
                 await incoming.write(farewell(incoming.path, message, relay.num_events))
                 await incoming.write(b"", more=False)
             raise ReplicaLostError(f"has broken off its answer: {error}") from None
-        if not incoming.has_begun:
-            await incoming.begin(status, headers)
+        await incoming.begin(status, headers)
         await incoming.write(relay.rest(), more=False)
 
     async def _relay_body(
@@ -356,8 +365,7 @@ class Gateway:
             async for data in stream:
                 held += data
                 if len(held) > MOST_HELD_BYTES:
-                    if not incoming.has_begun:
-                        await incoming.begin(status, headers)
+                    await incoming.begin(status, headers)
                     await incoming.write(bytes(held))
                     held.clear()
         except httpx.TransportError as error:
@@ -365,9 +373,23 @@ class Gateway:
             if incoming.has_begun:
                 raise
             raise ReplicaLostError(f"has broken off its answer: {error}") from None
-        if not incoming.has_begun:
-            await incoming.begin(status, headers)
+        await incoming.begin(status, headers)
         await incoming.write(bytes(held), more=False)
+
+
+def _target(scope: Scope) -> httpx.URL:
+    """Path and query as they came, bytes that no URL may hold as escapes.
+
+    Raises:
+        InvalidRequestError: they are none, or too long.
+    """
+    path = scope.get("raw_path") or scope["path"].encode()
+    query = scope["query_string"]
+    target = quote(path + (b"?" + query if query else b""), safe=_URL_CHARACTERS)
+    try:
+        return httpx.URL(scheme="http", host="replica", raw_path=target.encode("ascii"))
+    except httpx.InvalidURL as error:
+        raise InvalidRequestError(f"The request's path is not valid: {error}.") from None
 
 
 def _cost(body: bytes) -> float:

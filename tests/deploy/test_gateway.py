@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,6 +72,27 @@ def test_a_request_that_is_wrong_is_refused_as_by_one_server(pair: FixedReplicas
         assert httpx.get(f"{url}/v1/nothing").status_code == 404
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 5000})
         assert answer.status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [(b"/v1/\xff", 400), (b"/v1/a\x7fb?x=\xe9", 400), (b"/v1/responses/" + b"x" * 60_000, 404), (b"*", 400)],
+)
+def test_paths_that_are_none_are_nobodys_fault(pair: FixedReplicas, target: bytes, status: int) -> None:
+    with gateway(pair) as url:
+        address = httpx.URL(url)
+        with socket.create_connection((address.host, address.port), timeout=10) as sock:
+            sock.sendall(b"OPTIONS" if target == b"*" else b"GET")
+            sock.sendall(b" " + target + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            answer = sock.makefile("rb").readline()
+    assert int(answer.split()[1]) == status
+
+
+def test_an_id_that_fits_into_no_url_is_not_found(pair: FixedReplicas) -> None:
+    with gateway(pair) as url:
+        body = {"model": "fake-model", "input": "x", "previous_response_id": "é" * 70_000}
+        answer = httpx.post(f"{url}/v1/responses", json=body)
+    assert answer.status_code == 404 and "error" in answer.json()
 
 
 def test_keys_are_asked_for_before_a_replica_is(tmp_path: Path) -> None:
