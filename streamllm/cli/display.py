@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from streamllm.cli.client import Answer, Piece
-from streamllm.cli.serve import escape_control_characters
 from streamllm.errors import StreamLLMError
+from streamllm.logs import escape_control_characters
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions

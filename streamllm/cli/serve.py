@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import ssl
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +14,11 @@ from streamllm.cli.arguments import add_settings, drop_other_flags, engine_setti
 from streamllm.cli.config_file import add_config_argument, expand_config
 from streamllm.config import EngineConfig, ServerConfig
 from streamllm.errors import ConfigError, ModelLoadError
+from streamllm.logs import quieten_libraries, stderr_handler
 from streamllm.replica_settings import ReplicaConfig
 
 API_KEY_VARIABLES = ("STREAMLLM_API_KEY", "VLLM_API_KEY")
 """Where keys come from if no flag gives any; the first that is set counts."""
-
-
-_CONTROL_CHARACTERS = [*range(9), *range(11, 32), *range(127, 160), 0x2028, 0x2029]
-_ESCAPES = {code: ascii(chr(code))[1:-1] for code in _CONTROL_CHARACTERS}
-
-
-def escape_control_characters(text: str) -> str:
-    """``text`` such that it cannot steer a terminal; line ends and tabs stay."""
-    return text.translate(_ESCAPES)
-
-
-class EscapingFormatter(logging.Formatter):
-    """Shows control characters as escapes, for what a client has sent may turn up in an error's text."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return escape_control_characters(super().format(record))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +47,8 @@ def run(options: argparse.Namespace) -> int:
     replica_config = ReplicaConfig(**settings_from(options, ReplicaConfig))
     engine_config, server_config = read_configs(options)
     check_tls(server_config)
-    _log_to_stderr()
+    logging.basicConfig(level=logging.INFO, handlers=[stderr_handler()])
+    quieten_libraries()
     if replica_config.replicas is not None:
         from streamllm.deploy.launch import serve_replicas
 
@@ -77,14 +62,6 @@ def run(options: argparse.Namespace) -> int:
         finally:
             if server_config.uds is not None:
                 Path(server_config.uds).unlink(missing_ok=True)
-
-
-def _log_to_stderr() -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
-    for quiet in ("httpx", "httpcore", "huggingface_hub", "filelock"):
-        logging.getLogger(quiet).setLevel(logging.WARNING)
 
 
 def read_configs(options: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,7 @@ from streamllm.config import EngineConfig, ServerConfig
 from streamllm.deploy.replica_share import ReplicaShare, replica_share
 from streamllm.deploy.replicas import DIRECTORY, Replica, RoutingRequest
 from streamllm.errors import ConfigError
+from streamllm.logs import stderr_handler
 from streamllm.replica_settings import ReplicaConfig
 from streamllm.settings import check_setting, settings_of
 
@@ -246,9 +246,7 @@ def log_to_stderr() -> None:
     """streamllm's own lines, which Ray passes on to whoever started the replicas."""
     package = logging.getLogger("streamllm")
     if not package.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
-        package.addHandler(handler)
+        package.addHandler(stderr_handler())
         package.setLevel(logging.INFO)
         package.propagate = False
 

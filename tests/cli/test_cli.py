@@ -12,6 +12,7 @@ from streamllm.cli import serve
 from streamllm.cli.main import build_parser, main
 from streamllm.config import EngineConfig, ServerConfig
 from streamllm.errors import ConfigError
+from streamllm.logs import EscapingFormatter
 from streamllm.settings import settings_of
 
 
@@ -93,7 +94,7 @@ def test_lists_in_vllms_spelling():
 
 
 def test_logs_cannot_steer_a_terminal():
-    formatter = serve.EscapingFormatter("%(message)s")
+    formatter = EscapingFormatter("%(message)s")
     try:
         raise ValueError("\x1b[31m\r\x9b\u2028 ď")
     except ValueError:

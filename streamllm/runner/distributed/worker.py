@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from streamllm import __version__
+from streamllm.logs import quieten_libraries, stderr_handler
 from streamllm.ops.lora import LoraAdapter
 from streamllm.runner.distributed.fingerprint import fingerprint
 from streamllm.runner.distributed.group import join_groups, open_store, use_interface_of
@@ -251,10 +252,6 @@ class StepServer:
 
 def _log_with_rank(rank: int, level: int) -> None:
     """Logs to standard error, which is the engine's; what all workers have to say the first one says."""
-    logging.basicConfig(
-        level=level if rank == 0 else max(level, logging.WARNING),
-        format=f"%(asctime)s %(levelname)s worker {rank}: %(message)s",
-        datefmt="%H:%M:%S",
-    )
-    for quiet in ("httpx", "httpcore", "huggingface_hub", "filelock"):
-        logging.getLogger(quiet).setLevel(logging.WARNING)
+    level = level if rank == 0 else max(level, logging.WARNING)
+    logging.basicConfig(level=level, handlers=[stderr_handler(f"worker {rank}: ")])
+    quieten_libraries()
