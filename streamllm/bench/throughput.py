@@ -178,7 +178,11 @@ def _requests(options: argparse.Namespace, tokenizer: AnyTokenizer, max_model_le
     """The data set's requests, each of which the engine can answer in full."""
     from tqdm import tqdm
 
-    requests = make_requests(options, tokens_per_word(tokenizer, input_length(options)))
+    typical = input_length(options)
+    is_exact = options.dataset_name in ("random", "prefix_repetition") and options.random_range_ratio == 0
+    if is_exact:  # found before prompts are made that would take all memory
+        check_length("each prompt", typical, 1, max_model_len)
+    requests = make_requests(options, tokens_per_word(tokenizer, typical))
     for request in tqdm(requests, desc="Checking prompts", disable=None, leave=False):
         num_tokens = len(tokenizer.encode(request.prompt))
         check_length(f"request {request.index}", num_tokens, request.max_tokens, max_model_len)

@@ -148,6 +148,11 @@ def test_seed_draws_the_data_set_and_is_the_engines(engines):
         (2, ["latency", "--input-len", "250"], r"250 prompt tokens and 128 output tokens .* the 256 "),
         (2, ["throughput", *SMALL, "--output-len", "1k"], r"request 0: \d+ prompt tokens and 1000 output"),
         (2, ["throughput", *SMALL, "--output-len", "1k", "--async-engine"], "request 0: "),
+        (
+            2,
+            ["throughput", "--num-prompts", "2", "--input-len", "99999999"],
+            "each prompt: 99999999 prompt tok",
+        ),
         (2, ["latency", "--batch-size", "0"], "--batch-size: must be an integer of at least 1, got '0'"),
         (2, ["latency", "--use-beam-search", "--disable-detokenize"], "--disable-detokenize does not go"),
         (2, ["latency", "--dtype", "float8"], "--dtype must be one of auto, .* got 'float8'"),
