@@ -21,6 +21,14 @@ bool has_avx_vnni() {
 }
 #endif
 
+#if defined(__x86_64__)
+Kernels extended(Kernels kernels, const DotProducts& dots) {
+  kernels.name = dots.name;
+  kernels.quantized = dots.quantized;
+  return kernels;
+}
+#endif
+
 }  // namespace
 
 int supported_kernels(const Kernels* (&tables)[kMaxInstructionSets]) {
@@ -31,11 +39,13 @@ int supported_kernels(const Kernels* (&tables)[kMaxInstructionSets]) {
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-    if (__builtin_cpu_supports("avx512vnni")) tables[count++] = &kAvx512VnniKernels;
+    static const Kernels vnni = extended(kAvx512Kernels, kAvx512Vnni);
+    if (__builtin_cpu_supports("avx512vnni")) tables[count++] = &vnni;
     tables[count++] = &kAvx512Kernels;
   }
 #if defined(STREAMLLM_HAVE_AVX_VNNI)
-  if (avx2 && has_avx_vnni()) tables[count++] = &kAvxVnniKernels;
+  static const Kernels avx_vnni = extended(kAvx2Kernels, kAvxVnni);
+  if (avx2 && has_avx_vnni()) tables[count++] = &avx_vnni;
 #endif
   if (avx2) tables[count++] = &kAvx2Kernels;
 #endif

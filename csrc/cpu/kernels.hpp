@@ -244,6 +244,18 @@ struct LoraKernels {
   void (*expand)(const LoraExpandArgs&, int64_t rows, int64_t first_panel, int64_t last_panel);
 };
 
+// By WeightFormat - kNumFloatFormats.
+struct QuantizedKernels {
+  WeightKernels by_format[kNumQuantizedFormats];
+};
+
+// What dot products of bytes change of the instruction set that has none. Everything else is its own, so that
+// it is compiled once.
+struct DotProducts {
+  const char* name;
+  QuantizedKernels quantized;
+};
+
 struct Kernels {
   const char* name;
   void (*rms_norm)(const NormArgs&, int64_t first_row, int64_t last_row);
@@ -255,7 +267,8 @@ struct Kernels {
   void (*quantize_rows)(const QuantizeArgs&, int64_t first_row, int64_t last_row);
   void (*quantize_q8_0)(const QuantizeWeightsArgs&);
   void (*quantize_q4_1)(const QuantizeWeightsArgs&);
-  WeightKernels weights[kNumWeightFormats];  // by WeightFormat
+  WeightKernels floats[kNumFloatFormats];  // by WeightFormat
+  QuantizedKernels quantized;
   LoraKernels lora[2];  // of float32, of bfloat16
   // One row: float32[k] from its groups, which are `stride` groups apart.
   void (*dequantize_row)(const QuantizedGroup* x, int64_t stride, int64_t k, float* out);
@@ -315,9 +328,9 @@ extern const Kernels kPortableKernels;
 #if defined(__x86_64__)
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
-extern const Kernels kAvx512VnniKernels;
+extern const DotProducts kAvx512Vnni;
 #if defined(STREAMLLM_HAVE_AVX_VNNI)
-extern const Kernels kAvxVnniKernels;
+extern const DotProducts kAvxVnni;
 #endif
 #endif
 inline constexpr int kMaxInstructionSets = 5;
@@ -325,7 +338,9 @@ inline constexpr int kMaxInstructionSets = 5;
 // The table in use: the best that this CPU supports, until select_kernels says otherwise.
 const Kernels& kernels();
 inline const WeightKernels& weight_kernels(WeightFormat format) {
-  return kernels().weights[static_cast<int>(format)];
+  const int index = static_cast<int>(format);
+  return index < kNumFloatFormats ? kernels().floats[index]
+                                  : kernels().quantized.by_format[index - kNumFloatFormats];
 }
 // Tables that this CPU supports, best first; returns how many.
 int supported_kernels(const Kernels* (&tables)[kMaxInstructionSets]);

@@ -20,11 +20,6 @@
 
 namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE {
 
-template <typename Format>
-constexpr WeightKernels quantized_kernels() {
-  return {linear_quantized<Format>, unpack_quantized_column<Format>};
-}
-
 constexpr Kernels make_kernels(const char* name) {
   return Kernels{
       .name = name,
@@ -37,29 +32,11 @@ constexpr Kernels make_kernels(const char* name) {
       .quantize_rows = quantize_rows,
       .quantize_q8_0 = quantize_q8_0,
       .quantize_q4_1 = quantize_q4_1,
-      .weights = {{linear<float>, unpack_column<float>},
-                  {linear<Half>, unpack_column<Half>},
-                  {linear<BFloat16>, unpack_column<BFloat16>},
-                  {linear<Float8E4M3>, unpack_column<Float8E4M3>},
-                  quantized_kernels<Q4_0>(),
-                  quantized_kernels<Q4_1>(),
-                  quantized_kernels<Q5_0>(),
-                  quantized_kernels<Q5_1>(),
-                  quantized_kernels<Q8_0>(),
-                  quantized_kernels<Q2_K>(),
-                  quantized_kernels<Q3_K>(),
-                  quantized_kernels<Q4_K>(),
-                  quantized_kernels<Q5_K>(),
-                  quantized_kernels<Q6_K>(),
-                  quantized_kernels<Iq4Nl>(),
-                  quantized_kernels<Iq4Xs>(),
-                  quantized_kernels<Mxfp4>(),
-                  quantized_kernels<Int4<32>>(),
-                  quantized_kernels<Int4<64>>(),
-                  quantized_kernels<Int4<128>>(),
-                  quantized_kernels<Int8<32>>(),
-                  quantized_kernels<Int8<64>>(),
-                  quantized_kernels<Int8<128>>()},
+      .floats = {{linear<float>, unpack_column<float>},
+                 {linear<Half>, unpack_column<Half>},
+                 {linear<BFloat16>, unpack_column<BFloat16>},
+                 {linear<Float8E4M3>, unpack_column<Float8E4M3>}},
+      .quantized = make_quantized_kernels(),
       .lora = {{lora_shrink<float>, lora_expand<float>}, {lora_shrink<BFloat16>, lora_expand<BFloat16>}},
       .dequantize_row = dequantize_row,
       .rotary_and_cache = rotary_and_cache,

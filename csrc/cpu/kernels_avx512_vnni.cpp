@@ -1,7 +1,7 @@
 #define STREAMLLM_SIMD_AVX512
 #define STREAMLLM_SIMD_VNNI
-#include "kernels.inl"
+#include "quantized.inl"
 
 namespace streamllm::cpu {
-const Kernels kAvx512VnniKernels = avx512_vnni::make_kernels("avx512_vnni");
+const DotProducts kAvx512Vnni{"avx512_vnni", avx512_vnni::make_quantized_kernels()};
 }

@@ -1,7 +1,7 @@
 #define STREAMLLM_SIMD_AVX2
 #define STREAMLLM_SIMD_VNNI
-#include "kernels.inl"
+#include "quantized.inl"
 
 namespace streamllm::cpu {
-const Kernels kAvxVnniKernels = avx_vnni::make_kernels("avx_vnni");
+const DotProducts kAvxVnni{"avx_vnni", avx_vnni::make_quantized_kernels()};
 }

@@ -67,6 +67,9 @@ enum class WeightFormat : uint8_t {
   int8_128
 };
 inline constexpr int kNumWeightFormats = 23;
+// The last ones are quantised: their activations are integers.
+inline constexpr int kNumFloatFormats = static_cast<int>(WeightFormat::q4_0);
+inline constexpr int kNumQuantizedFormats = kNumWeightFormats - kNumFloatFormats;
 
 inline constexpr int kFloat8Block = 128;  // elements along k that share a scale
 
