@@ -35,7 +35,10 @@ def gemma_model_path() -> Path:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What emulates or interprets a GPU takes minutes, which the plain run does not have."""
+    """What emulates or interprets a GPU takes minutes, which the plain run does not have; what is slow may
+    take longer before it counts as hanging."""
     for item in items:
         if HERE / "ops" / "gpu" in item.path.parents:
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1800))

@@ -103,6 +103,7 @@ def test_a_cache_drops_tails_of_the_least_recent():
     assert (cache.num_cached(first), cache.num_cached(second)) == (256, 128)
 
 
+@pytest.mark.slow
 def test_report(capsys, tmp_path):
     path = tmp_path / "figures.json"
     small = ["--replicas", "20", "--rate", "1000", "--routers", "2", "--seconds", "2", "--decisions", "500"]

@@ -23,6 +23,7 @@ def layer_of(case: DecodeCase) -> DecodeLayer:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("group", [1, 4, 8, 12])
 @pytest.mark.parametrize(

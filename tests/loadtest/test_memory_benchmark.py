@@ -205,6 +205,7 @@ def test_the_papers_order_of_allocators(small_runs):
     assert small_runs[0].figures[memory.PAGED].waste < memory.PAPER_WASTE
 
 
+@pytest.mark.slow
 def test_table_json_and_picture(small_runs, tmp_path):
     table = memory.render(small_runs, memory.PAPER_SLOTS)
     assert table.count("beam 4") == 2 and "44-66%" in table
@@ -214,6 +215,7 @@ def test_table_json_and_picture(small_runs, tmp_path):
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_shortfalls_are_named(small_runs, monkeypatch):
     monkeypatch.setattr(memory, "PAPER_WASTE", 0.001)
     monkeypatch.setitem(memory.PAPER_SHARE_SAVED, ("alpaca", "beam"), (0.9, 0.95))
