@@ -48,9 +48,7 @@ class ReplicaServer:
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         self._sock = socket.create_server((config.host, 0), family=family, backlog=2048)
         self.host, self.port = self._sock.getsockname()[:2]
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [self._sock]}, name="server", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._thread.start()
         while not self._server.started:
             self._thread.join(0.02)
@@ -58,6 +56,12 @@ class ReplicaServer:
                 raise RuntimeError("the replica's server could not be started; its log says why")
         self._loop = self._server.servers[0].get_loop()
         engine.on_request_finished(self._note)  # from now on: the start's own request is nobody's
+
+    def _run(self) -> None:
+        try:
+            self._server.run(sockets=[self._sock])
+        finally:
+            self._watchdog.stop()  # the process is not the server's own: it need not end with it
 
     def _note(self, record: RequestRecord) -> None:
         seconds = record.time_to_first_token

@@ -35,3 +35,8 @@ class Watchdog:
         """The process is ending: it must be gone in so many seconds, beats or not."""
         self._next_beat = float("inf")
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr)
+
+    def stop(self) -> None:
+        """There is nothing to watch any more: the process may live on."""
+        self._next_beat = float("inf")
+        faulthandler.cancel_dump_traceback_later()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -61,3 +63,21 @@ def test_each_replica_has_a_server_and_a_folder_of_its_own(tmp_path: Path) -> No
 def test_a_chat_template_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises((ModelLoadError, ConfigError)), real_replica(0, tmp_path, chat_template="{% if"):
         pass
+
+
+def test_the_process_outlives_its_server(tmp_path: Path) -> None:
+    code = """
+import pathlib, sys, time
+sys.path.insert(0, sys.argv[1])
+from helpers.replica_cluster import real_replica
+import streamllm.server.run
+streamllm.server.run.LAST_RESORT = 0.1
+with real_replica(0, pathlib.Path(sys.argv[2])):
+    pass
+time.sleep(1)
+print("lives")
+"""
+    tests = Path(__file__).parents[1]
+    command = [sys.executable, "-c", code, str(tests), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "lives\n"), done.stderr
