@@ -107,7 +107,9 @@ PROMPTS = [[7, 8, 9], list(range(30, 63)), [200] * 16, [11]]
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -0.5])
+@pytest.mark.parametrize(
+    "length_penalty", [1.0, -0.5, *(pytest.param(value, marks=pytest.mark.slow) for value in (0.0, 2.0))]
+)
 def test_a_tiny_model_agrees_with_transformers(tiny, length_penalty, early_stopping):
     llm, model, eos = tiny
     params = BeamSearchParams(

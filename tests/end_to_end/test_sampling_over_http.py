@@ -83,7 +83,9 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(
+    "path", [pytest.param("/v1/completions", marks=pytest.mark.slow), "/v1/chat/completions"]
+)
 def test_wrong_values_are_refused_by_name(server, path):
     for field, value in REFUSED:
         began = time.monotonic()

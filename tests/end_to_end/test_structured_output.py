@@ -195,6 +195,7 @@ def test_a_hundred_sampled_texts_validate(llm, name):
     check(ENFORCED[name], texts)
 
 
+@pytest.mark.slow
 def test_preemption_does_not_change_a_constrained_text(default_model_path):
     """Eight sequences in a pool that holds two of them."""
     params = [

@@ -91,6 +91,7 @@ def test_enough_copies_to_outgrow_the_cache(monkeypatch):
     assert kernel_cases.copies_for(1) == kernel_cases.MOST_OPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _native.instruction_sets())
 def test_peaks_of_every_instruction_set(name):
     before = _native.instruction_set()

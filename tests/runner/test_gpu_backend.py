@@ -40,7 +40,7 @@ def same_generations(left, right, atol=1e-5) -> None:
 
 @pytest.mark.parametrize("backend", ["gpu", "gpu-graphs"])
 @pytest.mark.parametrize("windows", [(None, None), (20, 20), (None, 20), (20, None)])
-@pytest.mark.parametrize("budget", [5, 64])
+@pytest.mark.parametrize("budget", [pytest.param(5, marks=pytest.mark.slow), 64])
 def test_chunks_and_batches_equal_the_cpu(backend, windows, budget):
     config = replace(CONFIG, layer_windows=windows)
     settings = {"num_blocks": 64}
@@ -49,6 +49,7 @@ def test_chunks_and_batches_equal_the_cpu(backend, windows, budget):
     same_generations(generate(runner, PROMPTS, params=MIXED, budget=budget, max_tokens=12), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["gpu", "gpu-graphs"])
 def test_contexts_of_many_splits_are_attended_to_in_turns(backend, monkeypatch):
     settings = {"max_model_len": 1024, "num_blocks": 256, "max_num_batched_tokens": 512}

@@ -85,7 +85,7 @@ def test_which_steps_are_replayed():
 
 
 @pytest.mark.parametrize("windows", [(None, None), (20, None)])
-@pytest.mark.parametrize("max_num_seqs", [4, 7])
+@pytest.mark.parametrize("max_num_seqs", [pytest.param(4, marks=pytest.mark.slow), 7])
 def test_graphs_change_nothing(windows, max_num_seqs):
     config = replace(CONFIG, layer_windows=windows)
     settings = {"num_blocks": 64, "max_num_seqs": max_num_seqs, "config": config}

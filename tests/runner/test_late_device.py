@@ -52,7 +52,7 @@ def run_ahead(runner: ModelRunner, batches: list[ScheduledBatch]) -> list[StepOu
 
 @GRAPHS
 @pytest.mark.parametrize("windows", [(None, None), (20, None)])
-@pytest.mark.parametrize("budget", [3, 64])
+@pytest.mark.parametrize("budget", [pytest.param(3, marks=pytest.mark.slow), 64])
 def test_a_step_has_taken_what_it_needs_when_it_is_submitted(recorder, windows, budget):
     config = replace(CONFIG, layer_windows=windows)
     arguments = {"params": MIXED, "budget": budget, "max_tokens": 6, "keep_logits": False}
