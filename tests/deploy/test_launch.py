@@ -28,6 +28,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"max_replicas": 3}, "--max-replicas goes with --replicas"),
         ({"ray_address": "auto"}, "--ray-address goes with --replicas"),
+        ({"replicas": 2, "ray_address": " "}, "--ray-address is empty: name a cluster"),
         ({"replicas": 0}, "--replicas must be between 1 and"),
         ({"replicas": 4, "max_replicas": 2}, r"--max-replicas must be at least --replicas \(4\), got 2"),
     ],

@@ -192,8 +192,13 @@ def _check_answers(address: str | None) -> None:
     """Ray itself would wait for minutes.
 
     Raises:
-        ConfigError: nobody answers at host and port.
+        ConfigError: nobody answers at host and port, or there is no word in the address.
     """
+    if address is not None and not address.strip():
+        raise ConfigError(
+            f"${ADDRESS_VARIABLE} is empty: let it name a cluster (HOST:PORT), or unset it for one on this "
+            "machine."
+        )
     host, separator, port = (address or "").rpartition(":")
     if not separator or not port.isdecimal() or "://" in host:
         return  # none, "auto", "local", or a client's

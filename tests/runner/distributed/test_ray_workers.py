@@ -46,6 +46,13 @@ def test_a_cluster_that_does_not_answer(model, monkeypatch):
         on_ray(model)
 
 
+@needs_ray
+def test_an_address_without_a_word(model, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    with pytest.raises(ConfigError, match=r"^\$RAY_ADDRESS is empty: let it name a cluster"):
+        on_ray(model)
+
+
 @pytest.fixture(scope="module")
 def cluster():
     """Two cores, whatever the machine has, and whatever other cluster runs on it."""
