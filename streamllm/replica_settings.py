@@ -66,11 +66,6 @@ class ReplicaConfig(Settings):
             raise ConfigError(
                 f"--max-replicas must be at least --replicas ({self.replicas}), got {self.max_replicas}."
             )
-        if self.ray_address is not None and not self.ray_address.strip():
-            raise ConfigError(
-                "--ray-address is empty: name a cluster (HOST:PORT, or auto), or leave the flag out for one "
-                "on this machine."
-            )
 
     @property
     def is_autoscaled(self) -> bool:

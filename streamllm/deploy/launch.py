@@ -22,6 +22,7 @@ import streamllm
 from streamllm.config import EngineConfig, ServerConfig
 from streamllm.deploy.ray_serve import Origin, application, import_serve
 from streamllm.errors import ConfigError, ModelLoadError
+from streamllm.ray_cluster import check_address
 from streamllm.replica_settings import ReplicaConfig
 
 logger = logging.getLogger("streamllm.deploy")
@@ -36,7 +37,6 @@ LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 END_SECONDS = 20.0
 """Beyond ``--shutdown-timeout``, for Serve to take down what has no requests."""
 
-CONNECT_SECONDS = 5.0
 OBJECT_STORE_BYTES = 100 * 2**20
 """Of a cluster of our own; nothing goes through its object store but settings."""
 
@@ -204,7 +204,7 @@ def _connected(address: str | None) -> Iterator[None]:
     """Raises ConfigError: the cluster does not answer."""
     import ray
 
-    check_answers(address)
+    check_address(address, "--ray-address")
     own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     try:
         ray.init(
@@ -225,24 +225,6 @@ def _connected(address: str | None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def check_answers(address: str | None) -> None:
-    """Ray itself would wait for minutes.
-
-    Raises:
-        ConfigError: nobody answers at the address' host and port.
-    """
-    host, separator, port = (address or "").removeprefix("ray://").rpartition(":")
-    if not separator or not port.isdecimal():
-        return  # this machine's
-    try:
-        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-    except OSError as error:
-        raise ConfigError(
-            f"--ray-address {address} does not answer: {error.strerror or error}; start a cluster with ray "
-            "start --head, or name the address of one."
-        ) from None
 
 
 def _passed_on(environment: Mapping[str, str]) -> dict[str, str]:

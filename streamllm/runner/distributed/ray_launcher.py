@@ -9,19 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 from streamllm.config import EngineConfig
 from streamllm.errors import ConfigError
+from streamllm.ray_cluster import check_address
 from streamllm.runner.distributed.launchers import LaunchedWorker
 from streamllm.runner.distributed.messages import WorkerStart
 
 INSTALL = "pip install 'streamllm[ray]'"
 ADDRESS_VARIABLE = "RAY_ADDRESS"
-CONNECT_SECONDS = 10.0
 END_SECONDS = 5.0
 PLACEMENT_SECONDS = 60.0
 """What a cluster gets to make room, which may have to start machines for it."""
@@ -161,7 +160,7 @@ def _connected() -> tuple[Any, bool]:
     if ray.is_initialized():
         return ray, False
     address = os.environ.get(ADDRESS_VARIABLE)
-    _check_answers(address)
+    check_address(address, f"${ADDRESS_VARIABLE}")
     try:
         ray.init(address=address, log_to_driver=True, logging_level="warning", configure_logging=False)
     except Exception as error:
@@ -186,26 +185,3 @@ def _why_refused(error: BaseException) -> str:
 
 def _last_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[-1]
-
-
-def _check_answers(address: str | None) -> None:
-    """Ray itself would wait for minutes.
-
-    Raises:
-        ConfigError: nobody answers at host and port, or there is no word in the address.
-    """
-    if address is not None and not address.strip():
-        raise ConfigError(
-            f"${ADDRESS_VARIABLE} is empty: let it name a cluster (HOST:PORT), or unset it for one on this "
-            "machine."
-        )
-    host, separator, port = (address or "").rpartition(":")
-    if not separator or not port.isdecimal() or "://" in host:
-        return  # none, "auto", "local", or a client's
-    try:
-        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-    except OSError as error:
-        raise ConfigError(
-            f"the Ray cluster at {address} (${ADDRESS_VARIABLE}) does not answer: {error.strerror or error}. "
-            "`ray start --head` starts one."
-        ) from None

@@ -49,7 +49,7 @@ def test_a_cluster_that_does_not_answer(model, monkeypatch):
 @needs_ray
 def test_an_address_without_a_word(model, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "")
-    with pytest.raises(ConfigError, match=r"^\$RAY_ADDRESS is empty: let it name a cluster"):
+    with pytest.raises(ConfigError, match=r"^\$RAY_ADDRESS is empty: let it name a Ray cluster"):
         on_ray(model)
 
 
