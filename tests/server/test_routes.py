@@ -267,6 +267,16 @@ def test_the_document_is_valid_openapi(server):
             assert not validator.is_valid({"temperature": 1})
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"])
+def test_errors_are_as_the_document_says(server, path):
+    jsonschema = pytest.importorskip("jsonschema")
+    document = httpx.get(server.url + "/openapi.json").json()
+    said = document["paths"][path]["post"]["responses"]["default"]["content"]["application/json"]["schema"]
+    answer = httpx.post(server.url + path)
+    assert answer.status_code == 400
+    jsonschema.validate(answer.json(), {**said, "components": document["components"]})
+
+
 def test_the_page_needs_nothing_from_elsewhere(server):
     response = httpx.get(server.url + "/docs")
     assert response.headers["content-type"].startswith("text/html")
