@@ -131,13 +131,10 @@ def pydantic_ai():
 @pytest.fixture(params=[*APIS, "messages"])
 def pydantic_model(pydantic_ai, server, request):
     if request.param == "messages":
-        from anthropic import AsyncAnthropic
         from pydantic_ai.models.anthropic import AnthropicModel
         from pydantic_ai.providers.anthropic import AnthropicProvider
 
-        # The one that the provider makes itself wants another release of httpx than newer clients take.
-        client = AsyncAnthropic(base_url=server.url, api_key="none")
-        return AnthropicModel(MODEL, provider=AnthropicProvider(anthropic_client=client))
+        return AnthropicModel(MODEL, provider=AnthropicProvider(base_url=server.url, api_key="none"))
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
