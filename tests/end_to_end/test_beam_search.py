@@ -154,6 +154,7 @@ def test_groups_preempted_whole_find_the_same(tiny):
     small.shutdown()
 
 
+@pytest.mark.slow
 def test_beams_beside_samples(tiny):
     llm, _, _ = tiny
     params = BeamSearchParams(beam_width=4, max_tokens=20)

@@ -147,6 +147,7 @@ def ours(model: Path, engines: list[Engine]) -> list[Engine]:
     ]
 
 
+@pytest.mark.slow
 def test_a_comparison_over_http_and_in_process(
     tiny_model: Path, engines: list[Engine], setting: Setting
 ) -> None:

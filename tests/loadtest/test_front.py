@@ -7,6 +7,7 @@ import pytest
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.slow
 def test_every_token_of_every_stream_arrives():
     before = os.sched_getaffinity(0)
     try:

@@ -203,6 +203,7 @@ def _sum_without_rank_2(collectives: Collectives) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_real_processes_over_gloo():
     results = run_processes(3, exchange)
     for rank, result in enumerate(results):
