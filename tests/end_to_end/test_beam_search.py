@@ -210,6 +210,7 @@ def test_text_is_that_of_all_tokens(llm):
         assert llm.get_tokenizer().encode(sequence.text) == sequence.tokens
 
 
+@pytest.mark.slow
 def test_over_http_the_same(llm):
     body = {"prompt": TEXTS[:2], "use_beam_search": True, "n": 4, "max_tokens": 16, "length_penalty": 0.5}
     with LiveServer("--dtype", "float32") as server:
