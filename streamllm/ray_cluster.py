@@ -13,7 +13,7 @@ def check_address(address: str | None, name: str) -> None:
     """That somebody answers there: Ray itself would wait for minutes.
 
     Args:
-        address: ``HOST:PORT`` or ``ray://HOST:PORT``; ``None`` and words (``auto``) are Ray's to find.
+        address: ``HOST:PORT`` or ``ray://HOST:PORT``; ``None``, words (``auto``) and other schemes are Ray's.
         name: where the user has set it.
 
     Raises:
@@ -27,7 +27,7 @@ def check_address(address: str | None, name: str) -> None:
             "this machine."
         )
     host, separator, port = address.removeprefix("ray://").rpartition(":")
-    if not separator or not port.isdecimal():
+    if not separator or not port.isdecimal() or "://" in host:
         return
     try:
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()

@@ -19,7 +19,7 @@ def test_an_address_that_does_not_answer_is_said_at_once() -> None:
             check_address(address, "--ray-address")
 
 
-@pytest.mark.parametrize("address", [None, "auto", "local"])
+@pytest.mark.parametrize("address", [None, "auto", "local", "other://127.0.0.1:1"])
 def test_what_is_rays_to_find(address: str | None) -> None:
     check_address(address, "$RAY_ADDRESS")
 

@@ -296,13 +296,15 @@ void unpack_quantized_column(const uint8_t* panel, int column, int64_t k, float*
   }
 }
 
+// In the order of WeightFormat.
 template <typename... FORMATS>
 constexpr QuantizedKernels quantized_kernels() {
   return {{{linear_quantized<FORMATS>, unpack_quantized_column<FORMATS>}...}};
 }
 
 constexpr QuantizedKernels make_quantized_kernels() {
-  return quantized_kernels<Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, Iq4Nl, Iq4Xs, Mxfp4, Int4<32>, Int4<64>, Int4<128>, Int8<32>, Int8<64>, Int8<128>>();
+  return quantized_kernels<Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, Iq4Nl, Iq4Xs, Mxfp4,
+                           Int4<32>, Int4<64>, Int4<128>, Int8<32>, Int8<64>, Int8<128>>();
 }
 
 }  // namespace streamllm::cpu::STREAMLLM_SIMD_NAMESPACE

@@ -132,8 +132,8 @@ def test_logprobs_are_those_of_transformers(llm, default_reference):
     assert output.cumulative_logprob == pytest.approx(total)
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.9, "seed": 7}])
 @pytest.mark.slow
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.9, "seed": 7}])
 def test_a_request_gives_the_same_bits_alone_in_a_batch_and_in_any_chunks(sampling, llm):
     prompts = prompts_of([5, 40, 90, 16, 17, 130], 49_000, seed=3)
     params = SamplingParams(max_tokens=12, logprobs=3, ignore_eos=True, **sampling)

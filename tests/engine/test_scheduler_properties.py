@@ -168,14 +168,14 @@ class Traffic:
         self.check_end()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.booleans())
 def test_random_traffic_keeps_every_promise(seed, queue_depth, failures):
     """10,000 steps."""
     Traffic(seed, queue_depth=queue_depth, failures=failures).run(200)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 5))
 def test_steps_cut_into_micro_batches_keep_every_promise(seed, num_parts):
     """What a row reads of the same step was written in its part or an earlier one."""

@@ -85,7 +85,7 @@ ANY_JSON = st.recursive(
 
 @pytest.mark.parametrize("path", ROUTES)
 @settings(
-    max_examples=60,
+    max_examples=120,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,

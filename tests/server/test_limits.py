@@ -322,6 +322,6 @@ async def test_bad_and_cut_off_requests_leave_nothing():
             for start in range(0, 600, 100):
                 await asyncio.gather(*(one(client, start + index) for index in range(100)))
         server.wait_idle()
-        server.wait_for(lambda: not server.server.server_state.connections, 15)
+        server.wait_for(lambda: not server.server.server_state.connections, 3)
         assert not server.server.server_state.tasks and len(server.server._state.in_flight) == 0
         server.canary()
