@@ -155,8 +155,11 @@ void ThreadPool::run_claimed_tiles(int thread) {
 }
 
 void ThreadPool::work(int thread) {
-  while (!stopping_.load(std::memory_order_acquire)) {
+  for (;;) {
+    // Before stopping_, which stop() sets before it counts up: who has seen its count knows of the end, and who
+    // has not does not sleep on it.
     const int32_t seen = published_.load(std::memory_order_acquire);
+    if (stopping_.load(std::memory_order_acquire)) return;
     run_claimed_tiles(thread);
     if (spin_until([&] { return published_.load(std::memory_order_acquire) != seen; })) continue;
     // The driver counts up first and looks for sleepers then; here it is the other way round.
