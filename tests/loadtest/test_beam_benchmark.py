@@ -9,6 +9,7 @@ import pytest
 from helpers.tiny_models import make_tiny_model
 
 
+@pytest.mark.slow
 def test_both_find_the_same_and_sharing_is_measured(tmp_path, capsys):
     model = make_tiny_model(tmp_path / "model")
     flags = [

@@ -6,8 +6,10 @@ import json
 import sys
 
 import lora
+import pytest
 
 
+@pytest.mark.slow
 def test_a_small_run(monkeypatch, tmp_path, capsys):
     path = tmp_path / "result.json"
     monkeypatch.setattr(

@@ -16,6 +16,7 @@ def test_kinds_are_valid_and_the_first_is_greedy():
     assert every[0].greedy and not any(params.greedy for params in every[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [49152, 60000])
 def test_a_small_run(monkeypatch, tmp_path, capsys, vocab_size):
     path = tmp_path / "result.json"

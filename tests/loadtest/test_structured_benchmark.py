@@ -8,6 +8,7 @@ import structured
 from streamllm.text.tokenizer import Tokenizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [49152, 60000])
 def test_every_constraint_is_measured_against_the_free_step(vocab_size, default_model_path, monkeypatch):
     names = ["any JSON object", "a choice of 1,000"]
