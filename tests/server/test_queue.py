@@ -24,7 +24,7 @@ async def post_all(url: str, bodies: list[dict]) -> list[httpx.Response]:
 
 
 async def test_what_exceeds_the_queue_is_turned_away_and_the_rest_is_served():
-    with run_server(max_num_seqs=2, step_seconds=0.004, engine_settings={"max_num_queued_reqs": 4}) as server:
+    with run_server(max_num_seqs=2, step_seconds=0.03, engine_settings={"max_num_queued_reqs": 4}) as server:
         bodies = [{"prompt": f"{index:04}", "max_tokens": 20, "temperature": 0} for index in range(50)]
         answers = await post_all(server.url, bodies)
         refused = [answer for answer in answers if answer.status_code == 429]
@@ -37,7 +37,7 @@ async def test_what_exceeds_the_queue_is_turned_away_and_the_rest_is_served():
             assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
             assert "4" in error["message"]
             assert 1 <= int(answer.headers["retry-after"]) <= 60
-            assert answer.elapsed.total_seconds() < 1
+            assert answer.elapsed < max(answer.elapsed for answer in served)  # nobody waits to be refused
         assert {answer.json()["choices"][0]["finish_reason"] for answer in served} == {"length"}
         server.canary()
         assert server.stats().finished["length"] == len(served) + 1
