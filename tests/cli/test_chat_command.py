@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import pty
@@ -12,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from server.serving import TEXT, make_engine, run_server, text_script
@@ -238,14 +238,15 @@ class Terminal:
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
-    def leave(self) -> int:
-        """The exit code after Ctrl-C at the prompt. Once more where none came: Python notices one that falls
-        between its showing of the prompt and its waiting for a key with the next key only."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.interrupt()
-            return self.process.wait(10)
-        self.interrupt()
-        return self.process.wait(10)
+    def wait_for_prompt(self) -> None:
+        """Until the prompt is shown and a key is waited for: Python notices an interrupt in between with the
+        next key only."""
+        self.wait_for("> ")
+        status = Path(f"/proc/{self.process.pid}/stat")
+        deadline = time.monotonic() + 30
+        while status.read_text().rpartition(")")[2].split()[0] != "S":
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
     def close(self) -> None:
         self.process.kill()
@@ -266,8 +267,9 @@ def test_a_terminal_gets_markdown_and_two_interrupts_leave():
             terminal.interrupt()
             terminal.wait_for("TTFT ")
             terminal.wait_for("stopped")
-            terminal.wait_for("> ")
+            terminal.wait_for_prompt()
             running.wait_idle()
-            assert terminal.leave() == 130
+            terminal.interrupt()
+            assert terminal.process.wait(10) == 130
         finally:
             terminal.close()

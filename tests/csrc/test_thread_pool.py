@@ -24,3 +24,4 @@ def test_a_pool_ends_whatever_its_workers_are_at():
     finally:
         for process in processes:
             process.kill()
+            process.wait()
