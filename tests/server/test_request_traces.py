@@ -101,6 +101,8 @@ def test_live_requests_and_what_they_wait_for():
             trace = trace_of(server, "second")
             assert trace["state"] == "queued" and trace["finish_reason"] is None and trace["steps"] == []
             assert trace["waited_ms"]["slots"] > 0 and "slots" in trace["summary"]
+            # Long against the step before the first that could have taken it, whose time is nobody's.
+            server.wait_for(lambda: trace_of(server, "second")["waited_ms"]["slots"] > 500)
             running.close()
             assert waiting.read()
         server.wait_idle()
